@@ -27,7 +27,7 @@ from rdzv.stores.base import DeposedError, Record, RevisionConflictError
 from rdzv.stores.election import Election
 from rdzv.stores.election_session import LOOP_TTLS, Leader
 from rdzv.stores.etcd import EtcdStore
-from rdzv.stores.etcd_client import EtcdClient, created, delete, found_by, get, modified, put
+from rdzv.stores.etcd_client import EtcdClient, put
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
 
@@ -92,20 +92,6 @@ async def test_pages_hold_everything_once_in_both_directions(client: EtcdClient)
         assert [kv.key for found in pages for kv in found] == keys
         pages = list(client.scan(start, end, page=page, newest_first=True))
         assert [kv.key for found in pages for kv in found] == keys[::-1]
-
-
-async def test_a_transaction_does_all_or_nothing(client: EtcdClient) -> None:
-    one, two = (client.config.prefix.encode() + name for name in (b"/one", b"/two"))
-    done = client.txn((created(one, 0),), (put(one, b"1"), put(two, b"2"), get(two)))
-    assert done.succeeded
-    assert [kv.value if kv else None for kv in found_by(done)] == [b"2"]
-    refused = client.txn(
-        (created(one, done.header.revision), modified(two, done.header.revision + 1)),
-        (put(one, b"lost"), delete(two)),
-        (get(one), get(two), get(one + b"x")),
-    )
-    assert not refused.succeeded
-    assert [kv.value if kv else None for kv in found_by(refused)] == [b"1", b"2", None]
 
 
 async def test_a_write_that_is_too_large_is_refused_before_it_is_sent(client: EtcdClient) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -226,22 +225,6 @@ def test_an_address_of_another_machine_is_refused_with_the_reason(tmp_path: Path
     assert (code, "192.0.2.1:0: Cannot assign requested address" in said) == (1, True)
 
 
-def test_a_data_directory_in_use_is_refused(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
-        directory = tmp_path / "data"
-        code, said = refused("--listen", "127.0.0.1:0", "--data-dir", str(directory))
-        assert code == 1
-        assert f"data directory {directory} is in use by rdzvd pid {server.process.pid}" in said
-
-
-def test_a_data_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, said = refused("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "file" / "x"))
-    assert code == 1
-    assert "Not a directory" in said
-    assert "--data-dir" in said
-
-
 @pytest.mark.parametrize("listen", ["0.0.0.0:29400", "[::]:29400", "example.org:29400"])
 def test_other_than_loopback_needs_to_be_said(listen: str) -> None:
     code, said = refused("--listen", listen)
@@ -371,33 +354,6 @@ async def test_two_nodes_form_a_round_and_each_hears_its_line(tmp_path: Path) ->
             assert {x.result for x in closed} == {pb.RESULT_SUCCEEDED}
 
 
-async def test_operators_see_jobs_and_their_history(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
-        async with attached(server.address, hello("n1")) as n1:
-            await n1.join("job-7", (1, 1))
-            line = await n1.line()
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            ask = control(channel)
-            (job,) = (await ask.ListJobs(pb.ListJobsRequest())).jobs
-            assert (job.rdzv_id, job.state, job.nodes, job.world_size) == ("job-7", "running", 1, 2)
-            request = pb.ListEventsRequest(rdzv_id="job-7")
-            events = (await ask.ListEvents(request)).events
-            assert [e.name for e in events][:2] == ["RunBegan", "NodeJoined"]
-            texts = [e.text for e in events]
-            complete = f"round {line.round} complete: n1=0..1, world_size 2, MASTER 127.0.0.1:4711"
-            assert complete in texts
-            for call in (
-                ask.GetStatus(pb.GetStatusRequest(rdzv_id="nobody")),
-                ask.ListEvents(pb.ListEventsRequest(rdzv_id="nobody")),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                    await call
-                assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
-                assert "no job nobody is known" in (unknown.value.details() or "")
-                assert "rdzvctl list" in (unknown.value.details() or "")
-        assert f"job-7: {complete}" in server.stderr.read_text()
-
-
 async def test_kill_9_and_restart_keep_a_round_and_give_nobody_up(tmp_path: Path) -> None:
     """The control plane is invisible: the round is the same, and no worker is stopped."""
     with rdzvd(tmp_path) as server:
@@ -490,96 +446,6 @@ async def test_what_is_no_message_ends_the_stream_with_its_code(tmp_path: Path) 
                         pass
                 assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "Traceback" not in server.stderr.read_text()
-
-
-async def test_an_id_in_use_is_refused_with_who_has_it(tmp_path: Path) -> None:
-    with rdzvd(tmp_path, "--store", "memory") as server:
-        async with (
-            attached(server.address, hello("n1")),
-            grpc.aio.insecure_channel(server.address) as channel,
-        ):
-            call = await opened(channel, hello("n1", "two"))
-            with pytest.raises(grpc.aio.AioRpcError, match=r"in use by 127\.0\.0\.1 pid 4711"):
-                await call.read()
-
-
-async def test_what_is_wrong_about_one_job_leaves_the_stream_open(tmp_path: Path) -> None:
-    with rdzvd(tmp_path, "--store", "memory") as server:
-        async with (
-            attached(server.address, hello("n1")) as n1,
-            attached(server.address, hello("n2")) as n2,
-        ):
-            await n1.join("job-7", (3, 2))
-            refused_ = (await n1.hear("refused")).refused
-            assert (refused_.rdzv_id, refused_.code) == ("job-7", "InvalidRequestError")
-            assert "min_nodes 3 is above max_nodes 2" in refused_.message
-            await n1.join("job-7", (2, 3))
-            await n1.hear("joined")
-            await n2.join("job-7", (2, 2))
-            assert (await n2.hear("refused")).refused.code == "SettingsMismatchError"
-            await n2.say(hello=hello("n2"))
-            assert (await n2.hear("refused")).refused.code == "InvalidRequestError"
-            await n2.join("job-8", (1, 1))
-            assert (await n2.line()).world_size == 2
-
-
-async def test_who_carries_a_closed_run_hears_that_it_is_closed(tmp_path: Path) -> None:
-    with rdzvd(tmp_path, "--store", "memory") as server:
-        async with attached(server.address, hello("n1")) as n1:
-            await n1.join("job-7", (1, 1))
-            line = await n1.line()
-            done = pb.Succeeded(rdzv_id="job-7", run=line.run, round=line.round)
-            await n1.say(succeeded=done)
-            await n1.hear("closed")
-            await n1.join("job-7", (1, 1), run=line.run)
-            closed = (await n1.hear("closed")).closed
-            assert (closed.run, closed.result) == (line.run, pb.RESULT_SUCCEEDED)
-        belief = pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7", (1, 1)), round=line)
-        async with attached(server.address, hello("n2", beliefs=[belief])) as n2:
-            assert (await n2.hear("closed")).closed.run == line.run
-            await n2.join("job-7", (1, 1))
-            assert (await n2.hear("joined")).joined.run_number == 2
-
-
-async def test_workers_of_an_unknown_job_are_left_alone(tmp_path: Path) -> None:
-    with rdzvd(tmp_path, "--store", "memory") as server:
-        line = pb.Assignment(rdzv_id="job-7", run="0badcafe", round=4)
-        belief = pb.Belief(phase=pb.Belief.RUNNING, join=join("job-7", (1, 1)), round=line)
-        async with attached(server.address, hello("n1", beliefs=[belief])) as n1:
-            await n1.join("job-8", (1, 1))
-            await n1.line()
-            assert [m.WhichOneof("body") for m in n1.heard] == ["joined", "round_completed"]
-        assert "leaving it alone" in server.stderr.read_text()
-
-
-async def test_a_slow_reader_loses_its_stream_and_nobody_else_suffers(tmp_path: Path) -> None:
-    with rdzvd(tmp_path, "--store", "memory") as server:
-        # Little fits between the two, so that a few thousand answers are too many.
-        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-        async with attached(server.address, hello("slow"), options) as slow:
-            # Each is refused, and the refusals are not read. After that log line the server reads
-            # nothing: another write would wait, and fail before the end of the stream is read.
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                for number in range(50_000):
-                    await slow.call.write(pb.NodeMessage(join=pb.Join(rdzv_id="x" * 128)))
-                    if number % 50 == 0 and "reads its stream too slowly" in (
-                        server.stderr.read_text()
-                    ):
-                        break
-            assert "reads its stream too slowly" in server.stderr.read_text()
-            async with attached(server.address, hello("n1")) as n1:
-                await n1.join("job-7", (1, 1))
-                await n1.line()
-            # Its place is free for another instance: the server knows that the stream has ended.
-            async with attached(server.address, hello("slow", "two")) as again:
-                await again.join("job-8", (1, 1))
-                await again.line()
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                while await slow.call.read() is not grpc.aio.EOF:
-                    pass
-            assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            trailing = tuple(ended.value.trailing_metadata() or ())
-            assert (ERROR_CODE_METADATA_KEY, "LimitExceededError") in trailing
 
 
 def test_default_data_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

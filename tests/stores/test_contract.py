@@ -648,18 +648,6 @@ async def test_history_that_was_over_its_bound_is_cut_on_disk_after_a_restart(
     db.close()
 
 
-async def test_commits_are_durable_and_readable_by_others(tmp_path: Path) -> None:
-    store = await SqliteStore.open(tmp_path)
-    await store.compare_and_swap("job-7", membership(), 0)
-    # Another process may read it, and finds JSON.
-    db = sqlite3.connect(f"file:{tmp_path}/rdzv.db?mode=ro", uri=True)
-    assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    query = "SELECT json_extract(CAST(membership AS TEXT), '$.membership.rdzv_id') FROM job"
-    assert db.execute(query).fetchone() == ("job-7",)
-    db.close()
-    await store.close()
-
-
 @pytest.mark.slow
 async def test_a_second_server_on_the_directory_is_refused(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path)
@@ -689,13 +677,6 @@ async def test_a_directory_that_can_not_be_used_is_refused(tmp_path: Path) -> No
     for directory in (in_the_way, in_the_way / "below"):
         with pytest.raises(InvalidRequestError, match=rf"{directory} cannot be used: .*--data-dir"):
             await SqliteStore.open(directory)
-
-
-async def test_a_file_that_is_no_database_is_refused_and_left_untouched(tmp_path: Path) -> None:
-    (tmp_path / "rdzv.db").write_text("not a database" * 100)
-    with pytest.raises(RendezvousStateError, match=r"rdzv\.db is damaged"):
-        await SqliteStore.open(tmp_path)
-    assert (tmp_path / "rdzv.db").read_text() == "not a database" * 100
 
 
 @pytest.mark.slow
@@ -731,13 +712,6 @@ async def test_a_write_that_the_disk_refuses_is_definite(tmp_path: Path) -> None
 NFS = (
     "26 1 8:1 / / rw - ext4 /dev/sda1 rw\n31 26 0:27 / /mnt/my\\040home rw - nfs4 filer:/home rw\n"
 )
-
-
-async def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
-    mountinfo = tmp_path / "mountinfo"
-    mountinfo.write_text(NFS.replace("/mnt/my\\040home", str(tmp_path)))
-    with pytest.raises(InvalidRequestError, match=r"is on nfs4, a network file system"):
-        await SqliteStore.open(tmp_path / "data", mountinfo=mountinfo)
 
 
 def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -> None:

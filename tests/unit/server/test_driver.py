@@ -906,20 +906,6 @@ async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
         assert isinstance(await end_of(n2), RendezvousConnectionError)
 
 
-@pytest.mark.slow
-async def test_heartbeats_keep_a_lease_however_long() -> None:
-    store = FlakyStore()
-    async with server(store) as s:
-        n1, n2 = await s.pair()
-        writes = store.writes
-        for _ in range(60):
-            await s.clock.advance(1_600)
-            s.driver.connections.heard(n1)
-            s.driver.connections.heard(n2)
-        assert set((await s.states()).values()) == {NodeState.SEATED}
-        assert store.writes == writes
-
-
 async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
