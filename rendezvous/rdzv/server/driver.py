@@ -162,7 +162,6 @@ class Driver:
     # ---------------------------------------------------------------- publishing changes
 
     def publish(self, job: Job, news: News) -> None:
-        """Announce a stored step to nodes, watchers and the other parts without waiting."""
         self.node_jobs.note_step(job, news)
         if news.before.membership.submission or news.after.membership.submission:
             self.placer.wake()
@@ -182,7 +181,6 @@ class Driver:
 
     @property
     def leadership(self) -> int:
-        """This server's leadership number, which every message carries."""
         return self.leases.leadership
 
     @property

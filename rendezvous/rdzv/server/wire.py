@@ -68,7 +68,6 @@ def hello_of(message: pb.Hello) -> Hello:
 
 
 def check_protocol(version: int) -> None:
-    """Raise an error for a node whose protocol version this server does not support."""
     if version != PROTOCOL_VERSION:
         raise InvalidRequestError(
             f"the node speaks protocol {version}, this server speaks {PROTOCOL_VERSION}; upgrade "
@@ -91,7 +90,6 @@ def _endpoint(what: str, text: str) -> str:
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, now_ms: int) -> tuple[str, Command]:
-    """Read a node's command to a job, and return it with the job's rdzv_id."""
     body = message.WhichOneof("body")
     if body == "join":
         return bounds.rdzv_id_of(message.join.rdzv_id), _join(message.join, speaker, now_ms)
@@ -248,7 +246,6 @@ def _recovery_report(message: pb.Assignment, join: Join, now_ms: int) -> Recover
 
 
 def away_ms_of(message: pb.Away) -> int:
-    """Read how long, in ms, an agent plans to be away."""
     return bounds.within("deadline_ms", message.deadline_ms, 1, bounds.AWAY_MS)
 
 
@@ -256,7 +253,6 @@ _REPORTS = {body: kind for kind, body in bodies(pb.NodeMessage, Report).items()}
 
 
 def report_of(message: pb.NodeMessage) -> Report | None:
-    """Read a node's report, or return None if the message is none."""
     body = message.WhichOneof("body")
     kind: Any = _REPORTS.get(str(body))
     if kind is None:

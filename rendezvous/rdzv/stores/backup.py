@@ -130,7 +130,6 @@ class Tally:
         return data
 
     def trailer(self) -> Trailer:
-        """Return the trailer for the lines counted so far."""
         return Trailer(self._jobs, self._events, self._documents, self._hash.hexdigest())
 
 

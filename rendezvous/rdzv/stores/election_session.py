@@ -125,11 +125,9 @@ class Session:
         self._renewed(sent_s)
 
     def start(self) -> None:
-        """Maintain the lease until the session is lost."""
         self._thread.start()
 
     def turned(self) -> None:
-        """Record that the event loop has turned."""
         self._turned_s = now_s()
 
     async def ended(self) -> None:
@@ -144,7 +142,6 @@ class Session:
 
     @property
     def leads(self) -> bool:
-        """Whether the term still holds, judging by its lease."""
         return self.fence is not None and self.lost is None and now_s() < self.proven_until_s
 
     @property

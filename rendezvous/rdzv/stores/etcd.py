@@ -166,16 +166,6 @@ class EtcdStore:
         revision: int,
         records: Sequence[Record] = (),
     ) -> int:
-        """Write a membership and its records in one commit, and return the new revision.
-
-        Raises:
-            DeposedError: this server is no longer the leader; nothing was written.
-            RevisionConflictError: the job has another revision; nothing was written.
-            StoreRefusedError: nothing was written.
-            RendezvousConnectionError: the data may have been written, or may still be: the write
-                may be in progress when it is read back, so that it or the next write is a conflict.
-
-        """
         fence = self._check_fence()
         held = self._held_at(rdzv_id, revision)
         later = codec.later_successes(held.written, membership)
@@ -186,10 +176,10 @@ class EtcdStore:
             job = (put(self._job_key(rdzv_id), codec.pack(codec.encode(membership))),)
             if held.later:
                 job += (delete(*below(self._successes_folder(rdzv_id))),)
-        plan = self._plan(fence, records)
+        rows, unpruned = self._plan(fence, records)
         # History that exceeds the transaction is written before it, because no guarantee depends on
         # history.
-        *before, history = plan.transactions(MAX_OPERATIONS - len(job))
+        *before, history = _transactions(rows, MAX_OPERATIONS - len(job))
         for operations in before:
             self._write(fence, operations)
         written = self._swap_job(fence, rdzv_id, held, (*job, *history))
@@ -198,12 +188,11 @@ class EtcdStore:
             self._held[rdzv_id] = _Held(held.base, held.later + 1, written, membership)
         elif codec.may_have_more(membership):
             self._held[rdzv_id] = _Held(written, written=membership)
-        self._unpruned |= plan.unpruned
+        self._unpruned |= unpruned
         return written
 
     @_in_thread
     def delete(self, rdzv_id: str, revision: int) -> None:
-        """Delete a job and its history in one commit. Raises the errors of `compare_and_swap`."""
         fence = self._check_fence()
         held = self._held_at(rdzv_id, revision)
         operations = (
@@ -226,7 +215,6 @@ class EtcdStore:
             yield page
 
     def _page(self, keys: Iterator[tuple[KeyValue, ...]]) -> Page | None:
-        """Return the next page of jobs, or None after the last."""
         if (page := next(keys, None)) is None:
             return None
         jobs: list[tuple[str, Read]] = []
@@ -245,16 +233,12 @@ class EtcdStore:
 
     @_in_thread
     def append(self, records: Sequence[Record]) -> None:
-        """Write records on their own, without a membership.
-
-        A large number takes several commits.
-        """
         fence = self._check_fence()
-        plan = self._plan(fence, records)
-        for operations in plan.transactions(MAX_OPERATIONS):
+        rows, unpruned = self._plan(fence, records)
+        for operations in _transactions(rows, MAX_OPERATIONS):
             if operations:
                 self._write(fence, operations)
-        self._unpruned |= plan.unpruned
+        self._unpruned |= unpruned
 
     @_in_thread
     def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
@@ -291,14 +275,6 @@ class EtcdStore:
 
     @_in_thread
     def take_over(self, at_least: int = 0) -> int:
-        """Return a leadership number above all that this store has issued, and at least `at_least`.
-
-        The number is written in one commit with the leader key, so that all servers see both.
-
-        Raises:
-            DeposedError: this server is no longer the leader; nothing was written.
-
-        """
         fence = self._check_fence()
         key = f"{self._prefix}/leadership".encode()
         while True:
@@ -392,29 +368,33 @@ class EtcdStore:
 
     # ---------------------------------------------------------------- history
 
-    def _plan(self, fence: Fence, records: Sequence[Record]) -> _Plan:
-        """Plan how records are written, and which rows are deleted to make room for them."""
+    def _plan(
+        self, fence: Fence, records: Sequence[Record]
+    ) -> tuple[Sequence[pb.RequestOp], dict[str, int]]:
+        """Return the operations that write records and make room for them.
+
+        Also return how many rows of each job will have been written since it was last pruned.
+        """
         by_job: defaultdict[str, list[Record]] = defaultdict(list)
         for record in records:
             by_job[record.rdzv_id].append(record)
-        plan = _Plan()
+        operations: list[pb.RequestOp] = []
+        unpruned: dict[str, int] = {}
         for rdzv_id, rows in by_job.items():
             folder = self._history_folder(rdzv_id)
             # A job not yet written to in this term may already exceed its limit.
-            unpruned = self._unpruned.get(rdzv_id, self._history_rows) + len(rows)
-            if unpruned > self._history_rows // 10:
-                plan.operations += self._pruning(folder, len(rows))
-                unpruned = len(rows)
-            plan.unpruned[rdzv_id] = unpruned
+            unpruned[rdzv_id] = self._unpruned.get(rdzv_id, self._history_rows) + len(rows)
+            if unpruned[rdzv_id] > self._history_rows // 10:
+                operations += self._pruning(folder, len(rows))
+                unpruned[rdzv_id] = len(rows)
             for batch in in_batches(rows):
                 number = next(self._batches)
                 name = f"{folder}{fence.create_revision:016x}{number:012x}-{len(batch)}"
                 text = msgspec.json.encode([(r.unix_ms, r.run, r.name, r.data) for r in batch])
-                plan.operations.append(put(name.encode(), codec.pack(text)))
-        return plan
+                operations.append(put(name.encode(), codec.pack(text)))
+        return operations, unpruned
 
     def _pruning(self, folder: str, rows: int) -> tuple[pb.RequestOp, ...]:
-        """Return the deletions needed to make room for `rows` new rows."""
         start, end = below(folder)
         pages = self._client.scan(start, end, keys_only=True, newest_first=True, page=KEYS_PER_PAGE)
         for kv in itertools.chain.from_iterable(pages):
@@ -461,25 +441,18 @@ class EtcdStore:
             ) from error
 
 
-class _Plan:
-    """Operations that write history, and the row counts that result."""
-
-    def __init__(self) -> None:
-        self.operations: list[pb.RequestOp] = []
-        self.unpruned: dict[str, int] = {}
-
-    def transactions(self, room: int) -> list[list[pb.RequestOp]]:
-        """Return the operations in order, in the fewest transactions possible but at least one."""
-        size = 0
-        transactions: list[list[pb.RequestOp]] = [[]]
-        for operation in self.operations:
-            weight = len(operation.request_put.value)
-            if len(transactions[-1]) == room or size + weight > _HISTORY_BYTES:
-                transactions.append([])
-                size = 0
-            transactions[-1].append(operation)
-            size += weight
-        return transactions
+def _transactions(operations: Iterable[pb.RequestOp], room: int) -> list[list[pb.RequestOp]]:
+    """Return the operations in order, in the fewest transactions possible but at least one."""
+    size = 0
+    transactions: list[list[pb.RequestOp]] = [[]]
+    for operation in operations:
+        weight = len(operation.request_put.value)
+        if len(transactions[-1]) == room or size + weight > _HISTORY_BYTES:
+            transactions.append([])
+            size = 0
+        transactions[-1].append(operation)
+        size += weight
+    return transactions
 
 
 def _quoted(rdzv_id: str) -> str:

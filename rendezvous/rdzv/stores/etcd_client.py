@@ -145,7 +145,6 @@ class _FailedError(Exception):
 
 
 def mistake(config: EtcdConfig, error: RefusedError) -> str:
-    """Describe which part of the configuration etcd refused."""
     said = error.said
     if "authentication failed" in said:
         return (
@@ -304,7 +303,6 @@ class EtcdClient:
             ) from error
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Create a lease, and return its id and the TTL in seconds that etcd granted."""
         # A duplicate lease expires on its own.
         response = self._repeated(GRANT, pb.LeaseGrantRequest(TTL=ttl_s))
         return response.ID, response.TTL
@@ -522,7 +520,6 @@ def modified(key: bytes, revision: int) -> pb.Compare:
 
 
 def leased(key: bytes, lease: int) -> pb.Compare:
-    """Hold if the key is attached to this lease."""
     return pb.Compare(key=key, target=pb.Compare.LEASE, lease=lease)
 
 
@@ -544,7 +541,6 @@ def delete(key: bytes, end: bytes = b"") -> pb.RequestOp:
 
 
 def first_of(response: pb.RangeResponse) -> KeyValue | None:
-    """Return the first key that was read, or None if there is none."""
     return response.kvs[0] if response.kvs else None
 
 

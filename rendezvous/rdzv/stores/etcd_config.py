@@ -67,12 +67,10 @@ class EtcdConfig:
 
     @property
     def secure(self) -> bool:
-        """Whether connections are encrypted."""
         return self.tls or self.ca is not None or self.cert is not None
 
     @property
     def place(self) -> str:
-        """A human-readable description of where the data is stored."""
         return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
 
     def check(self) -> None:

@@ -189,7 +189,6 @@ class SqliteStore:
 
     @_reading
     def _page(self, after: str) -> Page:
-        """Return the next `JOBS_PER_PAGE` jobs after an rdzv_id."""
         rows = self._db.execute(
             f"{_SELECT_JOBS} WHERE rdzv_id > ? ORDER BY rdzv_id LIMIT ?", (after, JOBS_PER_PAGE)
         ).fetchall()

@@ -129,7 +129,6 @@ class Connection:
 
     @asynccontextmanager
     async def all_or_nothing(self) -> AsyncIterator[None]:
-        """Commit all writes of the body at once. If the body fails, none of them is written."""
         await self.call(self._begin_whole)
         try:
             yield
@@ -154,7 +153,6 @@ class Connection:
     # ---------------------------------------------------- in the thread
 
     def open(self) -> None:
-        """Open the file for reading and writing, creating it if needed."""
         prepare(self.path)
         with self.reading():
             self.db = self._opened.enter_context(closing(connect(self.path, "rw")))

@@ -198,7 +198,6 @@ def identify(db: sqlite3.Connection, path: Path) -> None:
 
 
 def problems_in(db: sqlite3.Connection, check: str = "quick_check") -> tuple[str, ...]:
-    """Return the structural faults of an open file, as described by SQLite."""
     found = db.execute(f"PRAGMA {check}({_MOST_PROBLEMS})").fetchall()
     # One row may contain several lines; the first names only the database.
     lines = tuple(line for (row,) in found for line in row.splitlines() if line != "ok")
@@ -239,7 +238,6 @@ def _shown(path: Path) -> Iterator[Path]:
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open an existing file for reading (`ro`) or for reading and writing (`rw`)."""
     uri = f"file:{quote(str(path))}?mode={mode}"
     return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=1.0)
 
@@ -330,7 +328,6 @@ class Mark:
 
 
 def counted(db: sqlite3.Connection) -> Mark:
-    """Return the mark inside a file."""
     return Mark(*db.execute("SELECT store, number FROM mark").fetchone())
 
 
@@ -488,7 +485,6 @@ def _refuse_network_filesystem(path: Path, mountinfo: Path) -> None:
 
 
 def filesystem_of(path: Path, mountinfo: Path = MOUNTINFO) -> str:
-    """Return the type of file system that an absolute path is on, or empty if unknown."""
     try:
         lines = mountinfo.read_text().splitlines()
     except OSError:

@@ -244,13 +244,11 @@ class Jobs:
             self.ended[job.rdzv_id] = ended.at_ms
 
     def retry_at_ms(self) -> int:
-        """Return when to retry a write that the store did not accept."""
         return self._clock.now_ms() + STORE_RETRY_MS
 
     # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
-        """Return a job, or None if it is not in memory."""
         return self._jobs.get(rdzv_id)
 
     @property
@@ -268,7 +266,6 @@ class Jobs:
             return job.state
 
     def peek(self, rdzv_id: str) -> State | None:
-        """Return a job's current state, or None if the job is not in memory."""
         job = self._jobs.get(rdzv_id)
         return job.loaded if job else None
 

@@ -76,7 +76,6 @@ class StoreAccess:
         """The waiting commands in words, each with the time when it was last tried, by rdzv_id."""
 
     async def _ask(self, answer: Awaitable[T], *, writes: bool = False) -> T:
-        """Await the store's answer, and record whether the store responded."""
         began_ms = self._clock.now_ms()
         try:
             result = await answer
@@ -195,7 +194,6 @@ class StoreAccess:
     # ---------------------------------------------------------------- what waits for it
 
     def waits(self, rdzv_id: str, command: Command) -> None:
-        """Record that a command could not be stored and is being retried."""
         if words := _words(command):
             waiting = self._waiting.setdefault(rdzv_id, {})
             known = words in waiting
@@ -204,7 +202,6 @@ class StoreAccess:
                 self._driver.watchers.job_changed(rdzv_id)
 
     def decided(self, rdzv_id: str, command: Command) -> None:
-        """Record that a command is no longer waiting for the store."""
         if (waiting := self._waiting.get(rdzv_id)) is not None:
             waiting.pop(_words(command), None)
             if not waiting:
@@ -219,7 +216,6 @@ class StoreAccess:
 
     @property
     def away_ms(self) -> int:
-        """How long the store has been unavailable, or 0 while it is believed to be available."""
         return 0 if self._since_ms is None else max(self._clock.now_ms() - self._since_ms, 1)
 
     @property
@@ -341,7 +337,6 @@ class KeyValueRecord(Generic[T]):
 
 
 def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    """Return the error for a record that cannot be decoded, including the remedy."""
     return RendezvousStateError(
         f"the record {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"

@@ -96,7 +96,6 @@ def _described(survey: Survey) -> Iterator[str]:
 
 
 def _without_room(directory: Path) -> Iterator[str]:
-    """Yield a problem if the data directory cannot be written to, such as on a full disk."""
     try:
         try_room(directory)
     except (FileNotFoundError, PermissionError):
@@ -126,7 +125,6 @@ async def _check_jobs(
 
 
 def _flaws(rdzv_id: str, membership: Membership, config: RdzvdSettings) -> Iterator[str]:
-    """Yield a description of each guarantee that a stored job breaks."""
     if membership.rdzv_id != rdzv_id:
         yield f"it is stored under this name, but is named {membership.rdzv_id}"
     now_ms = round(time.time() * 1000)

@@ -82,7 +82,6 @@ class Reported:
 
     @property
     def unhealthy(self) -> str:
-        """A description of the node's failing health checks; empty if none fails."""
         return "; ".join(map(str, self.failing))
 
 
@@ -104,13 +103,6 @@ class Fleet:
         """The drains that nodes have announced themselves."""
 
     async def load(self) -> None:
-        """Read what is stored.
-
-        Raises:
-            RendezvousConnectionError: the store is unavailable.
-            RendezvousStateError: the stored record cannot be read.
-
-        """
         for name in FORMER:
             if await self._driver.store.load_document(name) is not None:
                 raise RendezvousStateError(
@@ -126,7 +118,6 @@ class Fleet:
 
     @property
     def ordered(self) -> set[str]:
-        """The nodes that an operator has cordoned or drained."""
         return {*self.restrictions.cordons, *self.restrictions.drains}
 
     def held(self, node_id: str) -> dict[str, set[str]]:
@@ -214,13 +205,6 @@ class Fleet:
             )
 
     async def cordon(self, node_id: str, reason: str) -> None:
-        """Stop placing jobs on a node.
-
-        Raises:
-            UnknownNodeError: no such node is known.
-            RendezvousError: the change was not stored; retry.
-
-        """
         self.check_known(node_id)
         cordon = Cordon(reason, self._clock.now_ms())
         async with self.placing:
@@ -253,12 +237,6 @@ class Fleet:
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def lift(self, node_id: str, *, cordon: bool) -> None:
-        """Lift a node's drain and, with `cordon`, its cordon, as far as it has them.
-
-        Raises:
-            RendezvousError: the change was not stored; retry.
-
-        """
         before = self.restrictions
         if node_id not in before.drains and not (cordon and node_id in before.cordons):
             return
@@ -319,7 +297,6 @@ class Fleet:
         return DrainNode(drain.left_ms(self._clock.now_ms()), drain.told, drain.number)
 
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
-        """Record the event in the history of every job in which the node takes part."""
         for state in self._driver.jobs.states:
             if state.membership.ended is None and takes_part(state, event.node_id):
                 self._driver.history.note(state.membership.rdzv_id, (event,))
@@ -365,7 +342,6 @@ class Fleet:
         self.wishes[node_id] = Drain(draining.reason, now_ms + draining.left_ms, at_ms)
 
     def note_health(self, node_id: str, failing: tuple[FailingCheck, ...]) -> None:
-        """Record which of a node's health checks are failing; the node is healthy if none is."""
         known = self.reported.get(node_id)
         if known is None or known.failing == failing:
             return
@@ -378,7 +354,6 @@ class Fleet:
         self._driver.placer.wake()
 
     def note_holdings(self, node_id: str, holdings: tuple[Holding, ...]) -> None:
-        """Record the submitted jobs that a node currently holds."""
         if (known := self.reported.get(node_id)) is not None and known.holdings != holdings:
             self.reported[node_id] = replace(known, holdings=holdings)
             self._driver.placer.wake()
@@ -391,7 +366,6 @@ class Fleet:
 
 
 def takes_part(state: State, node_id: str) -> bool:
-    """Return whether a node is in a job or chosen for it."""
     return state.present(node_id) or node_id in state.placed
 
 

@@ -68,7 +68,6 @@ class Placer:
             self._timer.arm_by(self._clock.now_ms() + QUIET_MS)
 
     def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
-        """Return what a job is waiting for, or None if it is not waiting for nodes."""
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
@@ -95,7 +94,6 @@ class Placer:
                 done = commands
 
     async def _bar(self) -> None:
-        """Bar quarantined nodes from all jobs before any job gets new nodes."""
         bar = self._driver.quarantine.bar
         barred = dict(bar.barred)
         for state in self._driver.jobs.states:
@@ -156,7 +154,6 @@ class Placer:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        """Set the timer for when the server settles or a job may grow, whichever comes first."""
         due = [grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]

@@ -42,12 +42,10 @@ class Quarantine:
 
     @property
     def nodes(self) -> Mapping[str, Quarantined]:
-        """The nodes that are currently quarantined, by node_id."""
         return self._driver.fleet.restrictions.quarantine.quarantined(self._clock.now_ms())
 
     @property
     def bar(self) -> Bar:
-        """The command that bars quarantined nodes from a submitted job."""
         return Bar(
             tuple((name, f"quarantined: {held.reason}") for name, held in self.nodes.items())
         )
@@ -97,12 +95,7 @@ class Quarantine:
         return outcomes[-1]
 
     async def lift(self, node_id: str) -> bool:
-        """Lift a node's quarantine, and return whether the node was quarantined.
-
-        Raises:
-            RendezvousError: the change was not stored; retry.
-
-        """
+        """Lift a node's quarantine, and return whether the node was quarantined."""
         held = node_id in self.nodes
 
         def lifted(now: Restrictions) -> Restrictions:

@@ -117,7 +117,6 @@ def after_step(
 
 
 def placed(membership: Membership) -> Placed:
-    """Return the message that tells a node to run a submitted job."""
     submission = membership.submission
     assert submission is not None, "only a submitted job is placed"
     return Placed(membership.rdzv_id, membership.run, submission.spec)
@@ -215,7 +214,6 @@ def _assignment(
 
 
 def waiting(state: State, node_id: str, now_ms: int) -> Waiting:
-    """Return the message that tells a waiting node why it has no workers."""
     return Waiting(state.membership.rdzv_id, str(waiting_reason(state, node_id, now_ms)))
 
 
@@ -272,7 +270,6 @@ def unknown(state: State, belief: Belief) -> bool:
 def _about_its_seat(
     membership: Membership, node_id: str, now_ms: int, reported_rank: int | None = None
 ) -> Assignment | RoundOver:
-    """Return a seated node's assignment while the round is live, and `RoundOver` afterwards."""
     round_ = membership.round
     assert round_ is not None, "a seat is always one of a round"
     if round_.end is not None:

@@ -57,7 +57,6 @@ class Leases:
 
     @property
     def leadership(self) -> int:
-        """This server's leadership number, which every message carries."""
         return self._nodes.leadership
 
     @property
@@ -66,7 +65,6 @@ class Leases:
 
     @property
     def lease_ms(self) -> int:
-        """The lease that a node would receive if it connected now."""
         return self._nodes.rules.lease_for(len(self._nodes.records))
 
     def heartbeat_interval_ms(self, lease_ms: int) -> int:
@@ -84,7 +82,6 @@ class Leases:
         self.step(command)
 
     def step(self, command: nodes.NodesCommand) -> None:
-        """Apply a command to the nodes core and pass on the resulting events."""
         transition = nodes.step(self._nodes, command, self._driver.clock.now_ms())
         self._nodes = transition.nodes
         self._timer.arm(transition.wake_at_ms)
@@ -214,7 +211,6 @@ class Connections:
             self._driver.leases.disconnect(nodes.Disconnect(stream.node_id, stream.number, unheard))
 
     def heard(self, stream: Stream) -> None:
-        """Renew a node's lease because the node has sent a message."""
         self._driver.metrics.counts.add("rdzv_messages_received_total")
         self._driver.leases.hear(stream.node_id)
 
@@ -223,7 +219,6 @@ class Connections:
         self._driver.leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:
-        """Update streams, jobs, placement and diagnosis after an event from the nodes core."""
         match event:
             case nodes.NodeConnected():
                 self._driver.streams.close(event.node_id, event.stale_stream, "a newer one is open")

@@ -60,7 +60,6 @@ class Outbox:
         self._closed = False
 
     def put(self, told: Announcement) -> bool:
-        """Add a message, or return False if the queue is full."""
         if len(self._waiting) >= self.limit:
             return False
         self._waiting.append(told)
@@ -164,7 +163,6 @@ class Stream:
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
-        """Forget the last message about a job because the node is no longer in it."""
         self.last_announced.pop(rdzv_id, None)
 
     def close(self, error: RendezvousError | None = None) -> None:
@@ -204,7 +202,6 @@ class Streams:
         return self._open
 
     def add(self, stream: Stream) -> None:
-        """Make this the stream that speaks for its node, replacing any older stream."""
         self._open[stream.node_id] = stream
         self._empty.clear()
 
@@ -218,7 +215,6 @@ class Streams:
         return current
 
     def of(self, node_id: str) -> Stream | None:
-        """Return the stream that speaks for a node, or None if the node has no stream."""
         return self._open.get(node_id)
 
     def is_current(self, stream: Stream) -> bool:
@@ -226,7 +222,6 @@ class Streams:
         return self._open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
-        """Wait until no stream is open, or until `timeout_s` has passed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
