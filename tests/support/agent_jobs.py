@@ -13,7 +13,7 @@ import pytest
 from rdzv.agent import runner_link
 from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.core.model import JobTerms
-from rdzv.agent.job import reports_to_server
+from rdzv.agent.job import job_driver
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
@@ -172,4 +172,4 @@ def use_runner(monkeypatch: pytest.MonkeyPatch, runner: FakeRunner) -> None:
 
     monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
     monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
-    monkeypatch.setattr(reports_to_server, "has_torch", no_torch)
+    monkeypatch.setattr(job_driver, "has_torch", no_torch)

@@ -19,7 +19,7 @@ from rdzv.agent.core.model import AgentState, JobTerms, LeaveCause, Leaving, Pha
 from rdzv.agent.job import decisions, from_runner
 from rdzv.agent.job.decisions import log_event
 from rdzv.agent.job.job_driver import JobDriver
-from rdzv.agent.job.reports_to_server import SnapshotReports
+from rdzv.agent.job.snapshots import SnapshotReports
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.system.side_thread import in_thread

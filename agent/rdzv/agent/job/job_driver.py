@@ -27,12 +27,11 @@ from rdzv.agent.handover.handover_state import (
 )
 from rdzv.agent.job.decisions import Decisions, log_event
 from rdzv.agent.job.from_runner import RunnerEvents
-from rdzv.agent.job.reports_to_server import SnapshotReports, make_offer, on_loopback_only
 from rdzv.agent.job.round import LocalRound
-from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotsOnDisk
+from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotReports, SnapshotsOnDisk
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import LocalStarts
-from rdzv.agent.launch.launch import Launch
+from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers
 from rdzv.agent.output.run_files import Written
@@ -49,7 +48,7 @@ from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
-from rdzv.transport.addresses import StoreSocket
+from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
@@ -147,7 +146,7 @@ class JobDriver:
         """Get ready to join: determine this node's offer and start its runner."""
         await self.event_log.open()
         await self.workers.prepare()
-        self._set_offer(await make_offer(self.launch))
+        self._set_offer(await _make_offer(self.launch))
         runner_link.become_subreaper()
         if self._started is not None:
             runner = self._started.link(self._events.hear)
@@ -412,7 +411,7 @@ class JobDriver:
     def _set_offer(self, offer: Offer) -> None:
         self.offer = offer
         self.store_socket = StoreSocket(
-            loopback_only=on_loopback_only(offer), listens=offer.can_host_store
+            loopback_only=_on_loopback_only(offer), listens=offer.can_host_store
         )
 
     def _current_offer(self) -> Offer | None:
@@ -425,7 +424,7 @@ class JobDriver:
         if not self.launch.local_addr:
             link = self._link
             self.offer = replace(self.offer, address=link.address, host_name=link.host_name)
-            self.store_socket.confine(loopback_only=on_loopback_only(self.offer))
+            self.store_socket.confine(loopback_only=_on_loopback_only(self.offer))
         try:
             return replace(self.offer, store_port=self.store_socket.port)
         except OSError as error:
@@ -557,3 +556,23 @@ class JobDriver:
                     self.ended.set_result(self.fates.outcome(command.outcome))
             case _:
                 self.report(command)
+
+
+async def _make_offer(launch: Launch) -> Offer:
+    """Return this node's offer without a port; without --local-addr, it has no address either."""
+    address = launch.local_addr
+    return Offer(
+        address=address,
+        local_world_size=launch.job.local_world_size,
+        role=launch.role,
+        topology=launch.topology,
+        host_name=await reachable_host_name() if is_loopback(address) else "",
+        machine=machine_id(),
+        can_host_store=await has_torch(launch.python, launch.environ, launch.account),
+        shutdown_timeout_ms=max(launch.job.shutdown_timeout_ms, launch.job.keep_timeout_ms),
+    )
+
+
+def _on_loopback_only(offer: Offer) -> bool:
+    """Return whether the offer's store can be reached from this machine only."""
+    return is_loopback(offer.address) and not offer.host_name

@@ -19,6 +19,7 @@ import hashlib
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner_link import CopyCredentials, RunnerLink
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.core.model import Assignment, SnapshotMark
+from rdzv.messages import SnapshotsHeld
 from rdzv.structs import replace
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ log = logging.getLogger("rdzv.agent")
 
 LAST_TIMEOUT_S = 600.0
 """How long the end of a job waits for the last snapshot to be written."""
+EVERY_LEAST_S, EVERY_PER_NODE_S = 0.1, 0.001
+"""The least time between two reports, and per node of a round, all of which save at once."""
 START_AGAIN_S = 60.0
 """How long after its start a carrier that has ended may be replaced."""
 
@@ -184,3 +188,37 @@ def certified() -> CopyCredentials:
     public = certificate.public_bytes(serialization.Encoding.DER)
     pem = private + certificate.public_bytes(serialization.Encoding.PEM)
     return CopyCredentials("", hashlib.sha256(public).hexdigest(), pem.decode())
+
+
+class SnapshotReports:
+    """Sends reports on one job's snapshots on this node, at a limited rate.
+
+    Each is complete, so only the latest one matters.
+    """
+
+    def __init__(self, send: Callable[[SnapshotsHeld], None]) -> None:
+        self._send = send
+        self._next: SnapshotsHeld | None = None
+        """The report that is waiting to be sent, if any."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Runs until the next report may be sent."""
+
+    def report(self, say: SnapshotsHeld, nodes: int) -> None:
+        """Send a report at once, or as soon as the rate for a job of `nodes` nodes allows."""
+        self._next = say
+        if self._timer is None:
+            self._send_next(max(EVERY_LEAST_S, nodes * EVERY_PER_NODE_S))
+
+    def _send_next(self, every_s: float) -> None:
+        self._timer = None
+        if self._next is not None:
+            say, self._next = self._next, None
+            self._send(say)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(every_s, self._send_next, every_s)
+
+    def close(self) -> None:
+        self._next = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
