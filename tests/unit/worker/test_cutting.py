@@ -17,21 +17,25 @@ from typing import Any
 
 import pytest
 
-from rdzv.worker import cutting, tcp
-from rdzv.worker.cutting import LOST_AFTER_S, Cut, GlooCut, LostWait, parse
-from rdzv.worker.groups import RoundGroups
-from rdzv.worker.session import Session
-from rdzv.worker.session import drop_in_child as drop_in_child_of
-from rdzv.worker.tcp import (
+from rdzv.worker import cutting
+from rdzv.worker.cutting import (
+    LOST_AFTER_S,
     Address,
+    Cut,
+    GlooCut,
+    LostWait,
     any_ended,
     drop_in_child,
     duplicates,
     inodes,
     knock,
     let_go,
+    parse,
     stop_reading,
 )
+from rdzv.worker.groups import RoundGroups
+from rdzv.worker.session import Session
+from rdzv.worker.session import drop_in_child as drop_in_child_of
 
 
 def gloo_cut(*published: Address) -> GlooCut:
@@ -193,7 +197,7 @@ def test_connections_end_though_no_descriptors_are_left_to_hold_them(
     def duplicate(connection: socket.socket) -> socket.socket:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(tcp, "duplicate", duplicate)
+    monkeypatch.setattr(cutting, "duplicate", duplicate)
     one, _ = connections
     held: dict[int, socket.socket] = {}
     assert not duplicates({one.address})

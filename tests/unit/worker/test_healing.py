@@ -18,7 +18,7 @@ from rdzv.worker.shards import Claim, Place, place_of, sources
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["link", "healing", "resuming", "rounds", "shards", "snapshots", "tcp"]
+    "name", ["link", "healing", "resuming", "rounds", "shards", "snapshots", "cutting"]
 )
 def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0

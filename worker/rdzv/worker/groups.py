@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .cutting import Cut, GlooCut, NcclCut, recording_store
+from .cutting import Cut, GlooCut, NcclCut, recording_store, resolve
 from .rounds import StaleGroupError, UnsupportedError, exchange
-from .tcp import resolve
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

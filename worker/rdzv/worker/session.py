@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from . import tcp
+from . import cutting
 from .groups import (
     Options,
     RoundGroups,
@@ -291,7 +291,7 @@ class Session:
 def drop_in_child(session: weakref.ref[Session]) -> None:
     found = session()
     if found is not None and found.groups is not None and found.groups.gloo is not None:
-        tcp.drop_in_child(found.groups.gloo.addresses)
+        cutting.drop_in_child(found.groups.gloo.addresses)
 
 
 def _enter(go: Go) -> None:
