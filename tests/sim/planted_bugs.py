@@ -2002,7 +2002,7 @@ MUTANTS = (
     Mutant(
         "a hang ends no round",
         "ReportedHangs._end_round",
-        "                await self._submit(episode.rdzv_id, command)\n",
+        "                await self._driver.engine.submit(episode.rdzv_id, command)\n",
         "                pass\n",
         by="tests/unit/server/test_hangs_of_jobs.py",
     ),

@@ -70,7 +70,7 @@ class Driver:
         self.watchers = Watchers(clock)
         self.store = StoreAccess(self, store)
         self.engine, self.jobs = Engine(self), Jobs(self)
-        self.history = History(self.jobs, self.store, clock, tasks, metrics)
+        self.history = History(self)
         self.forgetting = Forgetting(self)
         # Nodes on their streams, and what they say.
         self.streams, self.connections = Streams(self), Connections(self)

@@ -32,15 +32,7 @@ class Diagnosis:
         self.logs = WorkerLogs(clock, send)
         self.stacks = StackRelay(clock, send)
         self.stack_archive = StackArchive(driver.store)
-        self.hangs = ReportedHangs(
-            clock,
-            driver.tasks,
-            self.stacks,
-            self.stack_archive,
-            peek=driver.jobs.peek,
-            submit=driver.engine.submit,
-            tell=note,
-        )
+        self.hangs = ReportedHangs(driver)
 
     def note_state(self, state: State) -> None:
         """React to a job's new state by dropping everything observed in a round that is over."""

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rdzv.core.commands import Command, Fail
-from rdzv.core.events import Event, HangOver, StacksTaken, WorkersHang
+from rdzv.core.commands import Fail
+from rdzv.core.events import HangOver, StacksTaken, WorkersHang
 from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Failure, State
 from rdzv.core.rounds.ranks import participant_of
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
 from rdzv.messages import Hung
-from rdzv.runtime.clock import Clock, Timer, sleep_ms
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.diagnosis.stack_archive import StackArchive
-from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.runtime.clock import Timer, sleep_ms
 from rdzv.server.engine.store_access import STORE_RETRY_MS
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.hangs")
 
@@ -59,25 +59,8 @@ GATHER_MS = 2_000
 class ReportedHangs:
     """The hangs reported in one server's jobs."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        tasks: Tasks,
-        stacks: StackRelay,
-        stack_archive: StackArchive,
-        *,
-        peek: Callable[[str], State | None],
-        submit: Callable[[str, Command], Awaitable[State]],
-        tell: Callable[[str, tuple[Event, ...]], None],
-    ) -> None:
-        """Use `tell` to record events that were not caused by a step of a job."""
-        self._clock = clock
-        self._tasks = tasks
-        self._stacks = stacks
-        self._stack_archive = stack_archive
-        self._peek = peek
-        self._submit = submit
-        self._tell = tell
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, state: State, node_id: str, said: Hung) -> None:
@@ -127,7 +110,7 @@ class ReportedHangs:
         if (former := self._episodes.get(episode.rdzv_id)) is not None:
             self._end(former)
         self._episodes[episode.rdzv_id] = episode
-        self._tasks.start(self._look_into(episode))
+        self._driver.tasks.start(self._look_into(episode))
 
     def _end(self, episode: _Episode) -> None:
         episode.all_told.set()
@@ -142,7 +125,7 @@ class ReportedHangs:
                 told = describe_hung(said.workers)
                 silent_ms = max(worker.silent_ms for worker in said.workers)
                 hang = WorkersHang(episode.round, node_id, told, silent_ms)
-                self._tell(episode.rdzv_id, (hang,))
+                self._driver.note(episode.rdzv_id, (hang,))
         episode.timed_out |= any(worker.timed_out for worker in said.workers)
         # After a timeout, peers lose their connections to the ended workers and soon end as well.
         if episode.timed_out or len(episode.hung) >= nodes:
@@ -152,7 +135,7 @@ class ReportedHangs:
         """Return the job's state, or None if this episode is over."""
         if self._episodes.get(episode.rdzv_id) is not episode:
             return None
-        state = self._peek(episode.rdzv_id)
+        state = self._driver.jobs.peek(episode.rdzv_id)
         live = state is not None and state.membership.is_live(episode.run, episode.round)
         return state if live else None
 
@@ -171,8 +154,8 @@ class ReportedHangs:
 
     async def _gather(self, episode: _Episode) -> None:
         """Wait a moment for the other nodes' reports."""
-        timer = Timer(self._clock, lambda _: episode.all_told.set())
-        timer.arm(self._clock.now_ms() + GATHER_MS)
+        timer = Timer(self._driver.clock, lambda _: episode.all_told.set())
+        timer.arm(self._driver.clock.now_ms() + GATHER_MS)
         try:
             await episode.all_told.wait()
         finally:
@@ -186,15 +169,15 @@ class ReportedHangs:
         how = "a collective timed out" if episode.timed_out else "it hung"
         within_ms = TIMED_OUT_MS if episode.timed_out else None
         try:
-            report = await self._stacks.take(
+            report = await self._driver.diagnosis.stacks.take(
                 state, f"{how}: {self.shown(episode.rdzv_id)}", within_ms
             )
         except RendezvousError as error:
             log.warning("could not capture stacks of %s: %s", episode.rdzv_id, error)
             return None, str(error)
-        self._tell(episode.rdzv_id, (_taken(report),))
+        self._driver.note(episode.rdzv_id, (_taken(report),))
         try:
-            await self._stack_archive.keep(report)
+            await self._driver.diagnosis.stack_archive.keep(report)
         except RendezvousError as error:
             log.warning("could not store stacks of %s: %s", episode.rdzv_id, error)
         return report, ""
@@ -210,15 +193,15 @@ class ReportedHangs:
             return
         while (state := self._present(episode)) is not None:
             if not episode.hung:
-                self._tell(episode.rdzv_id, (HangOver(episode.round),))
+                self._driver.note(episode.rdzv_id, (HangOver(episode.round),))
                 return
-            command = _failure(state, episode, report, why, self._clock.now_ms())
+            command = _failure(state, episode, report, why, self._driver.clock.now_ms())
             try:
-                await self._submit(episode.rdzv_id, command)
+                await self._driver.engine.submit(episode.rdzv_id, command)
             except RendezvousConnectionError:
                 # While the store is unavailable, nothing is decided, and a worker that recovers
                 # continues.
-                await sleep_ms(self._clock, STORE_RETRY_MS)
+                await sleep_ms(self._driver.clock, STORE_RETRY_MS)
                 continue
             return
 

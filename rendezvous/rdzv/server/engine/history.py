@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rdzv.core.events import (
     Event,
@@ -16,14 +17,13 @@ from rdzv.core.events import (
 from rdzv.core.model import Result
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousError
-from rdzv.runtime.clock import Clock
-from rdzv.runtime.tasks import Tasks
-from rdzv.server.engine.jobs import Job, Jobs
-from rdzv.server.engine.store_access import StoreAccess
-from rdzv.server.telemetry.server_metrics import Metrics
+from rdzv.server.engine.jobs import Job
 from rdzv.stores.base import Record
 from rdzv.view.history import Kept, RunEnded, WorkerFailed, kept, written
 from rdzv.view.sentences import sentence
+
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 log = logging.getLogger("rdzv.jobs")
 _lines = logging.getLogger("rdzv.events")
@@ -36,68 +36,57 @@ PENDING_ROWS = 256
 class History:
     """Writes and reads the history of one server's jobs."""
 
-    def __init__(
-        self,
-        jobs: Jobs,
-        store: StoreAccess,
-        clock: Clock,
-        tasks: Tasks,
-        metrics: Metrics,
-    ) -> None:
-        self._jobs = jobs
-        self._store = store
-        self._clock = clock
-        self._tasks = tasks
-        self._metrics = metrics
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
 
     def rows(self, transition: Transition) -> tuple[Record, ...]:
         membership = transition.state.membership
-        now_ms = self._clock.now_ms()
+        now_ms = self._driver.clock.now_ms()
         return records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
         """Pass new history rows on to the log and the metrics."""
         keeps = [kept(event) for event in events]
         log_events(rows, keeps)
-        self._metrics.recorded(rows, keeps)
+        self._driver.metrics.recorded(rows, keeps)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
         """Keep rows for the next commit; if too many are waiting, commit them separately."""
         job.pending += rows
         if len(job.pending) > PENDING_ROWS:
             rows, job.pending = job.pending, ()
-            self._tasks.start(self.append(rows))
+            self._driver.tasks.start(self.append(rows))
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Log events that were not caused by a step, and store them with the next commit.
 
         Does nothing if the job is not loaded.
         """
-        job = self._jobs.get(rdzv_id)
+        job = self._driver.jobs.get(rdzv_id)
         if job is not None and job.loaded is not None:
             run = job.loaded.membership.run
-            rows = records(rdzv_id, run, events, self._clock.now_ms())
+            rows = records(rdzv_id, run, events, self._driver.clock.now_ms())
             self.postpone(job, rows)
             self.publish(rows, events)
             job.noted += 1
 
     def noted(self, rdzv_id: str) -> int:
         """Return how often `note` has recorded events for a job; 0 if the job is not in memory."""
-        job = self._jobs.get(rdzv_id)
+        job = self._driver.jobs.get(rdzv_id)
         return job.noted if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
         """Store rows in a separate commit; if that fails, they remain only in the log."""
         try:
             if rows:
-                await self._store.append(rows)
+                await self._driver.store.append(rows)
         except RendezvousError as error:
             # The log has the rows anyway, and a job never waits for its history.
             log.warning("lost %d rows of history: %s", len(rows), error)
 
     async def flush(self) -> None:
         """Store all rows that are still waiting for a commit."""
-        jobs = self._jobs.in_memory.values()
+        jobs = self._driver.jobs.in_memory.values()
         await self.append(tuple(row for job in jobs for row in job.pending))
 
     async def of(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
@@ -105,9 +94,9 @@ class History:
 
         `rdzv_id` may also be a name that no job can have, under which rows were appended.
         """
-        job = self._jobs.get(rdzv_id)
+        job = self._driver.jobs.get(rdzv_id)
         pending = job.pending if job else ()
-        rows = await self._store.history(rdzv_id, limit)
+        rows = await self._driver.store.history(rdzv_id, limit)
         return (*rows, *pending)[-limit:]
 
 
