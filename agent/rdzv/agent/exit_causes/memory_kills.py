@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import field
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def explain_memory_kill(
     That is the worker itself if it was `killed` (by SIGKILL), or a process of the same account,
     `uid`. `before` holds the counts from before the worker started.
     """
-    kills = _kills_logged(kernel_log)
+    kills: list[_Kill] = []
+    with suppress(OSError):
+        kills = list(_kills(read_records(kernel_log), time.monotonic()))[::-1]
     now = count_memory_kills(proc, cgroup)
     risen = [place for place, n in now.cgroups.items() if n > before.cgroups.get(place, n)]
 
@@ -116,15 +119,6 @@ def explain_memory_kill(
             f"because memory ran out on this machine{_machine(proc)}"
         )
     return ""
-
-
-def _kills_logged(kernel_log: Path) -> list[_Kill]:
-    """Return the recent kills in the kernel's log, latest first."""
-    try:
-        records = read_records(kernel_log)
-    except OSError:
-        return []
-    return list(_kills(records, time.monotonic()))[::-1]
 
 
 def _kills(records: Iterable[str], now_s: float) -> Iterator[_Kill]:

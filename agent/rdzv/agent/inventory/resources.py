@@ -81,21 +81,16 @@ def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
     Returns 0 if it is unknown.
     """
-    limits = [*_machine_bytes(proc), *_cgroup_bytes(proc, cgroup)]
-    return min(limits, default=0)
-
-
-def _machine_bytes(proc: Path) -> list[int]:
+    limits = []
     for line in read_text(proc / "meminfo").splitlines():
         name, _, value = line.partition(":")
         if name == "MemTotal":
-            return [int(value.split()[0]) * 1024]
-    return []
-
-
-def _cgroup_bytes(proc: Path, cgroup: Path) -> list[int]:
-    texts = [read_text(place.limit).strip() for place in memory_cgroups(proc, cgroup)]
-    return [int(text) for text in texts if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES]
+            limits.append(int(value.split()[0]) * 1024)
+    for place in memory_cgroups(proc, cgroup):
+        text = read_text(place.limit).strip()
+        if text.isdigit() and 0 < int(text) < _NO_LIMIT_BYTES:
+            limits.append(int(text))
+    return min(limits, default=0)
 
 
 @struct(frozen=True)

@@ -129,18 +129,15 @@ async def make_launch(
             "leave --rdzv-id, --node-id, --rdzv-endpoint, --rdzv-backend and "
             "--standalone out"
         )
+    limits = [one for one in (launch.snapshot_memory, around.snapshot_memory) if one is not None]
     return replace(
         launch,
         job=replace(job, server_timeout_ms=SERVER_TIMEOUT_MS),
         output=_to_files(launch.output, job.local_world_size, share.run_dir),
         progress_dir=around.progress_dir,
-        snapshot_memory=_lesser(launch.snapshot_memory, around.snapshot_memory),
+        snapshot_memory=min(limits, default=None),
         account=share.account,
     )
-
-
-def _lesser(one: int | None, other: int | None) -> int | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def bare_launch(placed: Placed, around: Surroundings, share: Share, job: JobTerms) -> Launch:

@@ -99,8 +99,7 @@ class HangWatch:
         """Start watching a round's workers as they are started."""
         self.close_round()
         self._assignment = assignment
-        if self._timeout is not None:
-            self._begin_looking()
+        self._begin_looking()
 
     def watch_anyway(self) -> None:
         """Watch with a learned limit, in this round and later ones, unless a timeout was given."""
@@ -110,8 +109,7 @@ class HangWatch:
                 self._rdzv_id,
             )
             self._timeout = HangTimeout()
-            if self._assignment is not None:
-                self._begin_looking()
+            self._begin_looking()
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
         """Watch a worker that writes its progress to this file, which is empty if there is none."""
@@ -153,8 +151,9 @@ class HangWatch:
         return min(max(every_ms, LOOK_LEAST_MS), LOOK_MOST_MS)
 
     def _begin_looking(self) -> None:
-        self._looked_ms = self._now_ms()
-        self._arm()
+        if self._timeout is not None and self._assignment is not None:
+            self._looked_ms = self._now_ms()
+            self._arm()
 
     def _arm(self) -> None:
         self._disarm()

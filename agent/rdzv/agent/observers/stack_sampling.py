@@ -259,7 +259,10 @@ async def _look(
         if state in (STOPPED, "t", UNINTERRUPTIBLE)
         else [(), ("--nonblocking",)]
     )
-    rights = _rights(identity)
+    rights: dict[str, Any] = {}
+    if identity is not None and _ptrace_scope() == 0:
+        # A worker may be made to mislead whoever reads its memory, which its account may do here.
+        rights = {"user": identity.uid, "group": identity.gid, "extra_groups": identity.groups}
     note = ""
     for way in ways:
         try:
@@ -268,7 +271,10 @@ async def _look(
         except (OSError, ValueError, TimeoutError) as error:
             note = note or _why_not(target.pid, str(error))
             if way == ():
-                _let_go(target.pid)
+                # py-spy may have been killed while it had the worker stopped. That may not be
+                # visible yet; SIGCONT also cancels a pending SIGSTOP.
+                with contextlib.suppress(OSError):
+                    os.kill(target.pid, signal.SIGCONT)
             continue
         found = _from_proc(target, "")
         if found is None:
@@ -277,25 +283,6 @@ async def _look(
         kernel = found.kernel if found.state == UNINTERRUPTIBLE else ()
         return replace(found, threads=threads, kernel=kernel)
     return _from_proc(target, note)
-
-
-def _rights(identity: Identity | None) -> dict[str, Any]:
-    """Return how to start py-spy: as the worker's account, where the kernel lets it read as that.
-
-    A worker may be made to mislead whoever reads its memory.
-    """
-    if identity is None or _ptrace_scope() > 0:
-        return {}
-    return {"user": identity.uid, "group": identity.gid, "extra_groups": identity.groups}
-
-
-def _let_go(pid: int) -> None:
-    """Continue a worker that py-spy may have left stopped when py-spy was killed.
-
-    The stop may not be visible yet; SIGCONT also cancels a pending SIGSTOP.
-    """
-    with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGCONT)
 
 
 async def _run(

@@ -143,7 +143,9 @@ class RunFolders:
 
         Folders in use are kept, but their size counts. Returns the removed folders.
         """
-        self._finish_removals()
+        # Complete the removals that a previous agent left unfinished.
+        for path in _folders_of(self._base, removed=True):
+            _remove_tree(path)
         found = sorted(self._found(now_s), key=lambda run: run[1].changed_s)
         left_bytes = sum(size.size_bytes for _, size in found)
         removed = []
@@ -176,11 +178,6 @@ class RunFolders:
             RunFolder(path).index.unlink(missing_ok=True)
             path.parent.rmdir()
         return True
-
-    def _finish_removals(self) -> None:
-        """Complete the removals that a previous agent left unfinished."""
-        for path in _folders_of(self._base, removed=True):
-            _remove_tree(path)
 
 
 def _folders_of(path: Path, *, removed: bool = False) -> list[Path]:
