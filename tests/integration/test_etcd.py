@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -551,103 +548,6 @@ async def test_a_leader_value_of_somebody_else_breaks_nothing(
         assert [replica.address for replica in await election.replicas()] == ["a:1"]
         etcd.etcdctl("del", f"{config.prefix}/leader")
         await election.campaign()
-
-
-# ---------------------------------------------------------------- processes
-
-
-class Candidate:
-    """A process of `etcd_candidate.py`."""
-
-    def __init__(self, address: str, process: asyncio.subprocess.Process) -> None:
-        self.address = address
-        self.process = process
-
-    async def hears(self, event: str) -> dict[str, Any]:
-        """Return the next line, which must be about this."""
-        assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
-        said = json.loads(line)
-        assert said["event"] == event, said
-        return dict(said)
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n".encode())
-
-
-@asynccontextmanager
-async def candidate(config: EtcdConfig, address: str) -> AsyncIterator[Candidate]:
-    endpoints = ",".join(map(str, config.endpoints))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(Path(__file__).with_name("etcd_candidate.py"))),
-        *(endpoints, config.prefix, address, str(config.ttl_s)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield Candidate(address, process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def test_of_three_one_leads_and_when_it_is_killed_another_does(short: EtcdConfig) -> None:
-    async with (
-        candidate(short, "a:1") as a,
-        candidate(short, "b:1") as b,
-        candidate(short, "c:1") as c,
-        EtcdClient.connected(replace(short, ttl_s=LONG_TTL_S)) as client,
-        Election.running(client, "watcher:1") as watcher,
-    ):
-        left = {each.address: each for each in (a, b, c)}
-        numbers = []
-        seen = None
-        while left:
-            leader = await watcher.changed(seen)
-            while leader is None or not leader.leadership:
-                leader = await watcher.changed(leader)
-            seen = leader
-            leads = left.pop(leader.address)
-            numbers.append((await leads.hears("leads"))["number"])
-            assert numbers[-1] == leader.leadership
-            leads.tell("write")
-            assert (await leads.hears("asked"))["proven"]
-            await leads.hears("written")
-            began = time.monotonic()
-            leads.process.kill()
-            if left:
-                while (leader := await watcher.changed(seen)) is None or leader == seen:
-                    seen = leader
-                print(f"replaced after {time.monotonic() - began:.2f} s with a TTL of {TTL_S} s")
-                seen = None
-        assert numbers == sorted(set(numbers))
-
-
-async def test_a_leader_that_was_held_up_knows_so_before_it_writes_and_writes_nothing(
-    config: EtcdConfig, short: EtcdConfig
-) -> None:
-    async with (
-        candidate(short, "stopped:1") as stopped,
-        EtcdClient.connected(config) as client,
-        Election.running(client, "next:1") as next_,
-    ):
-        number = (await stopped.hears("leads"))["number"]
-        stopped.process.send_signal(signal.SIGSTOP)
-        # It finds this when it wakes up, before any of its timers.
-        stopped.tell("write")
-        store = EtcdStore(client, await next_.campaign())
-        assert await store.take_over() > number
-        await store.compare_and_swap("job", MEMBERSHIP, 0)
-        stopped.process.send_signal(signal.SIGCONT)
-        said = [json.loads(await stopped.process.stdout.readline()) for _ in range(3)]  # type: ignore[union-attr]
-        events = {each["event"]: each for each in said}
-        assert events["asked"]["proven"] is False
-        assert events["refused"]["error"] == "DeposedError"
-        assert "next:1 leads now" in events["refused"]["text"]
-        assert "the last renewal is" in events["lost"]["reason"]
-        assert (await loaded(store)).membership == MEMBERSHIP
 
 
 # ---------------------------------------------------------------- mistakes of configuration

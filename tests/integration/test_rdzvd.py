@@ -320,40 +320,6 @@ async def test_sigterm_ends_it_cleanly_with_streams_open(tmp_path: Path) -> None
 # ---------------------------------------------------------------- rounds
 
 
-async def test_two_nodes_form_a_round_and_each_hears_its_line(tmp_path: Path) -> None:
-    with rdzvd(tmp_path) as server:
-        async with (
-            attached(server.address, hello("n1")) as n1,
-            attached(server.address, hello("n2")) as n2,
-        ):
-            await n1.join("job-7")
-            joined = (await n1.hear("joined")).joined
-            waiting = (await n1.hear("waiting")).waiting
-            assert "waiting for 1 more node (have 1 of 2:2)" in waiting.reason
-            await n2.join("job-7")
-            lines = [await n1.line(), await n2.line()]
-
-            assert [line.group_rank for line in lines] == [0, 1]
-            assert [line.rank_first for line in lines] == [0, 2]
-            assert {(x.run, x.round, x.world_size, x.master_port) for x in lines} == {
-                (joined.run, lines[0].round, 4, 4711)
-            }
-
-            seen = await status(server.address, "job-7")
-            assert (seen.state, seen.world_size) == ("running", 4)
-            assert [(n.node_id, n.state) for n in seen.nodes] == [
-                ("n1", "seated"),
-                ("n2", "seated"),
-            ]
-
-            for node in (n1, n2):
-                number = lines[0].round
-                done = pb.Succeeded(rdzv_id="job-7", run=joined.run, round=number)
-                await node.say(succeeded=done)
-            closed = [(await node.hear("closed")).closed for node in (n1, n2)]
-            assert {x.result for x in closed} == {pb.RESULT_SUCCEEDED}
-
-
 async def test_kill_9_and_restart_keep_a_round_and_give_nobody_up(tmp_path: Path) -> None:
     """The control plane is invisible: the round is the same, and no worker is stopped."""
     with rdzvd(tmp_path) as server:

@@ -70,20 +70,6 @@ async def test_a_limit_is_raised_while_nodes_stay_connected(tmp_path: Path) -> N
         assert 'http is to be "127.0.0.1:0" (it is not set): that needs a restart' in log
 
 
-async def test_a_broken_file_is_refused_and_the_server_goes_on(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, file), attached(server.address, hello("n1")) as n1:
-        await n1.join("job-1", (1, 1))
-        await n1.line()
-        await reload(server, file, USUAL.replace("jobs = 1", 'jobs = 9\nnoeds = "x"'))
-        assert "this server holds 1" in await refusal(n1, "job-2")
-        log = server.stderr.read_text()
-        assert "did not reload the configuration; nothing was changed" in log
-        assert "`limits.noeds` is unknown; did you mean `limits.nodes`?" in log
-        await reload(server, file, USUAL.replace("jobs = 1", "jobs = 9"))
-        await n1.join("job-2", (1, 1))
-        await n1.line()
-
-
 async def test_the_log_level_and_the_retention_change_at_once(tmp_path: Path) -> None:
     text = USUAL.replace("jobs = 1", "jobs = 9") + "ended_jobs = 10\n"
     async with serving(tmp_path, text) as (server, file):
