@@ -24,6 +24,7 @@ from rdzv.server.security import roles
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace
+from rdzv.transport.wire import convert
 
 if TYPE_CHECKING:
     from rdzv.server.driver import Driver
@@ -138,17 +139,7 @@ class Connections:
             bound_to=self._callers.get(hello.node_id),
         )
         number = next(self._numbers)
-        connect = nodes.Connect(
-            node_id=hello.node_id,
-            instance=hello.instance,
-            kind=hello.kind,
-            address=hello.address,
-            pid=hello.pid,
-            stream=number,
-            incarnation=hello.incarnation,
-            fence_after_ms=hello.fence_after_ms,
-        )
-        self._driver.leases.step(connect)
+        self._driver.leases.step(convert(nodes.Connect, hello, stream=number))
         record = self._driver.leases.records[hello.node_id]
         stream = Stream(
             number,
