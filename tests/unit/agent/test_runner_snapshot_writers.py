@@ -148,8 +148,8 @@ class Forked:
         self.order: Any = None
         self.fds: list[int] = []
 
-    def send_order(self, order: Any, fds: Any) -> None:
-        self.order, self.fds = order["snapshot_writer"], [os.dup(fd) for fd in fds]
+    def send_program(self, _kind: str, order: Any, fds: Any) -> None:
+        self.order, self.fds = order, [os.dup(fd) for fd in fds]
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -169,7 +169,7 @@ def test_a_writer_is_forked_if_the_zygote_has_torch_and_else_started_cold(refuse
     else:
         fork = Forked()
         start.send_order(fork, None)
-        assert fork.order["copied"] == "RDZV_SNAPSHOT_COPIED" and len(fork.fds) == 5
+        assert fork.order["copied"] == "RDZV_SNAPSHOT_COPIED" and len(fork.fds) == 2
         assert fork.order["argv"] == ("write", "--mark", "0:40:a")
         start.take_running(None)
         fds, end = fork.fds, start.take_exit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -46,6 +46,11 @@ class KeptPlacement:
     account: Account | None = None
     """The account under which the job runs, or None for the agent's own."""
     format: int = FORMAT
+
+
+@struct(frozen=True)
+class _Format:
+    format: int
 
 
 @struct(frozen=True)
@@ -90,12 +95,9 @@ def decode_placement(text: str | None) -> KeptPlacement:
     Raises:
         NotAdoptableError: it is missing or damaged, or an agent of another version wrote it.
     """
-    raw = _load(PLACEMENT, text)
-    if (found := raw.get("format")) != FORMAT:
-        raise NotAdoptableError(
-            f"its state has format {found!r:.20}, and this agent reads {FORMAT}"
-        )
-    return _convert(PLACEMENT, raw, KeptPlacement)
+    if (found := _decode(PLACEMENT, text, _Format).format) != FORMAT:
+        raise NotAdoptableError(f"its state has format {found}, and this agent reads {FORMAT}")
+    return _decode(PLACEMENT, text, KeptPlacement)
 
 
 def decode_state(text: str | None) -> KeptState:
@@ -104,25 +106,15 @@ def decode_state(text: str | None) -> KeptState:
     Raises:
         NotAdoptableError: it is missing or damaged.
     """
-    return _convert(STATE, _load(STATE, text), KeptState)
+    return _decode(STATE, text, KeptState)
 
 
-def _load(name: str, text: str | None) -> dict[str, Any]:
+def _decode(name: str, text: str | None, kind: type[_T]) -> _T:
     if text is None:
         raise NotAdoptableError(f"it keeps no {name}, because its job had not begun")
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise NotAdoptableError(f"cannot read its {name}: {error}") from error
-    if not isinstance(raw, dict):
-        raise NotAdoptableError(f"cannot read its {name}: {text:.80}")
-    return raw
-
-
-def _convert(name: str, raw: dict[str, Any], kind: type[_T]) -> _T:
-    try:
-        return msgspec.convert(raw, kind, dec_hook=lambda path, text: path(text))
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        return msgspec.convert(json.loads(text), kind, dec_hook=lambda path, text: path(text))
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
         # msgspec's error quotes the invalid value, which may contain unencodable lone surrogates.
         raise NotAdoptableError(f"cannot read its {name}: {error}") from error
 

@@ -566,21 +566,27 @@ def _take_streams(fds: Sequence[int]) -> None:
         os.close(stream)
 
 
+def _become(spec: Mapping[str, Any], arguments: Sequence[str]) -> list[bytes]:
+    """Take a program's environment and command line, and return the latter."""
+    _die_with_parent(spec["parent"])
+    os.sched_setaffinity(0, spec["cpus"])
+    argv, env = [_bytes(word) for word in (*spec["argv"], *arguments)], _environment(spec["env"])
+    os.environb.clear()
+    os.environb.update(env)
+    _show_as(argv, env)
+    return argv
+
+
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
     """Serve a store as a fresh interpreter running `argv` would. Never returns.
 
     Errors are raised only before the first client is served.
     """
-    _die_with_parent(spec["parent"])
-    os.sched_setaffinity(0, spec["cpus"])
-    argv, env = [_bytes(word) for word in spec["argv"]], _environment(spec["env"])
-    os.environb.clear()
-    os.environb.update(env)
-    fds = ["--fd", str(listen_fd), "--ready-fd", str(link.fileno())]
-    _show_as([*argv, *map(os.fsencode, fds)], env)
+    argv = _become(spec, ["--fd", str(listen_fd), "--ready-fd", str(link.fileno())])
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    names: dict[str, Any] = {"__name__": "rdzv store host", "__file__": _text(argv[1])}
-    exec(compile(Path(_text(argv[1])).read_bytes(), argv[1], "exec"), names)
+    path = _text(argv[1])
+    names: dict[str, Any] = {"__name__": "rdzv store host", "__file__": path}
+    exec(compile(Path(path).read_bytes(), path, "exec"), names)
     store = names["serve"](listen_fd, whole_torch=True)
     try:
         _write_frame(link, {"ready": True})
@@ -595,18 +601,12 @@ def _be_snapshot_writer(spec: Mapping[str, Any], fds: list[int], link: socket.so
 
     Errors are raised only before the writer has begun.
     """
-    _die_with_parent(spec["parent"])
-    os.sched_setaffinity(0, spec["cpus"])
     if spec["cwd"] is not None:
         _change_folder(_text(_bytes(spec["cwd"])))
-    env = _environment(spec["env"])
     if spec["copied"]:
-        env[_bytes(spec["copied"])] = str(fds.pop()).encode()
-    argv = [*map(_bytes, spec["argv"]), *(str(fd).encode() for fd in fds)]
-    os.environb.clear()
-    os.environb.update(env)
+        spec["env"][spec["copied"]] = str(fds.pop())
+    argv = _become(spec, [str(fd) for fd in fds])
     _renew_streams()
-    _show_as(argv, env)
     sys.argv = [_text(word) for word in argv[2:]]
     writer = importlib.import_module(sys.argv[0])
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -35,13 +35,12 @@ def become_subreaper() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0) -> list[int]:
+def sweep_descendants(timeout_s: float = 2.0) -> list[int]:
     """Kill every descendant of this process and wait until they are gone. Blocks for milliseconds.
 
-    Spares the children `except_pids` and their descendants. Reaps every child that it kills, so no
-    other code can wait for their statuses. Returns the processes that remain at the timeout: none
-    can outrun the kill, but one may be stuck in the kernel. Processes whose parents are dead are
-    found only if this process is a subreaper.
+    Reaps every child that it kills, so no other code can wait for their statuses. Returns the
+    processes that remain at the timeout: none can outrun the kill, but one may be stuck in the
+    kernel. Processes whose parents are dead are found only if this process is a subreaper.
 
     Raises:
         OSError: the children cannot be listed at the timeout, so some may remain.
@@ -50,10 +49,10 @@ def sweep_descendants(except_pids: Collection[int] = (), timeout_s: float = 2.0)
     while True:
         late = time.monotonic() > deadline
         try:
-            left = kill_descendants(except_pids)
+            left = kill_descendants()
             if left and not late:
                 _wait_for_exit(left[0], SWEEP_INTERVAL_S)
-            reap(pid for pid in children_of(os.getpid()) if pid not in except_pids)
+            reap(children_of(os.getpid()))
         except OSError:
             if late:
                 raise

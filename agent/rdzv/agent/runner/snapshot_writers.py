@@ -9,7 +9,6 @@ imported torch.
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import asdict, replace
 from functools import partial
@@ -163,19 +162,9 @@ class WarmWriter(WarmStart):
         self._copies = copies
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        order = {
-            "argv": self.program.argv,
-            "env": self.program.env,
-            "cwd": self.program.cwd,
-            "cpus": sorted(os.sched_getaffinity(0)),
-            "parent": os.getpid(),
-            "copied": _COPIED if self._copies else "",
-        }
-        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fork.send_order({"snapshot_writer": order}, (stdin, 1, 2, *self.program.pass_fds))
-        finally:
-            os.close(stdin)
+        program = {name: getattr(self.program, name) for name in ("argv", "env", "cwd")}
+        program["copied"] = _COPIED if self._copies else ""
+        fork.send_program("snapshot_writer", program, self.program.pass_fds)
 
     def take_running(self, child: Child) -> None:
         """Close this process's copies of the descriptors, which the writer now has."""

@@ -159,17 +159,8 @@ class WarmStoreHost(WarmStart):
 
     def send_order(self, fork: Fork, child: Child) -> None:
         """Order the fork to become this store host."""
-        order = {
-            "argv": self.spec.argv,
-            "env": self.spec.env,
-            "cpus": sorted(os.sched_getaffinity(0)),
-            "parent": os.getpid(),
-        }
-        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fork.send_order({"store_host": order}, (stdin, 1, 2, self.listen_fd))
-        finally:
-            os.close(stdin)
+        program = {"argv": self.spec.argv, "env": self.spec.env}
+        fork.send_program("store_host", program, [self.listen_fd])
 
     def take_running(self, child: Child) -> None:
         self.close()

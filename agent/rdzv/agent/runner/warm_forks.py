@@ -98,6 +98,15 @@ class Fork:
             self._link.send(order, *copies)
             self._loop.watch_channel(self._link)
 
+    def send_program(self, kind: str, program: Mapping[str, object], fds: Iterable[int]) -> None:
+        """Order the fork to become a program of the job's that is no worker."""
+        order = {**program, "cpus": sorted(os.sched_getaffinity(0)), "parent": os.getpid()}
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.send_order({kind: order}, (stdin, 1, 2, *fds))
+        finally:
+            os.close(stdin)
+
     def read(self) -> None:
         """Receive the fork's response, which says whether it is running."""
         try:
