@@ -1440,8 +1440,8 @@ MUTANTS = (
     Mutant(
         "the end of another run stops workers",
         "machine._close",
-        "def _close(work: Work, event: Closed) -> None:\n    if event.run != work.state.run:",
-        "def _close(work: Work, event: Closed) -> None:\n    if False:",
+        "event: messages.Closed) -> None:\n    if event.run != work.state.run:",
+        "event: messages.Closed) -> None:\n    if False:",
         by="tests/unit/agent/test_agent_machine.py",
     ),
     Mutant(

@@ -23,20 +23,7 @@ from rdzv.bounds import (
     Within,
     sentence,
 )
-from rdzv.core.model import (
-    UNKNOWN_INSTANCE,
-    UNMOVED,
-    Failure,
-    Instance,
-    JobSpec,
-    KeptWorker,
-    LeaveCause,
-    Moved,
-    Offer,
-    RecoveryReport,
-    Settings,
-    Snapshot,
-)
+from rdzv.core import model
 from rdzv.core.root_cause import earliest_failures
 from rdzv.structs import struct
 
@@ -44,7 +31,7 @@ Wish = Annotated[Sentence, Else("an operator asked for it")]
 """An operator's reason."""
 
 
-Failures = Annotated[tuple[Failure, ...], Cut(earliest_failures)]
+Failures = Annotated[tuple[model.Failure, ...], Cut(earliest_failures)]
 """Failed workers as their node reports them: the server adds which node that is."""
 
 
@@ -82,21 +69,21 @@ class Join(OfNode):
     """
 
     run: AnyUid
-    settings: Settings
-    offer: Offer
+    settings: model.Settings
+    offer: model.Offer
     left_round: int | None = None
     failures: Failures = ()
     refuse_reuse: bool = False
     new_run: Annotated[str, Unsent] = ""
-    recovery: Annotated[RecoveryReport | None, Unsent] = None
+    recovery: Annotated[model.RecoveryReport | None, Unsent] = None
     fenced: bool = False
     fenced_age_ms: Elapsed = 0
-    moved: Annotated[Moved, Flat] = UNMOVED
+    moved: Annotated[model.Moved, Flat] = model.UNMOVED
     owner: Annotated[str, Unsent] = ""
     secret: str = ""
-    instance: Annotated[Instance, Unsent] = UNKNOWN_INSTANCE
-    kept: tuple[KeptWorker, ...] = ()
-    snapshots: tuple[Snapshot, ...] = ()
+    instance: Annotated[model.Instance, Unsent] = model.UNKNOWN_INSTANCE
+    kept: tuple[model.KeptWorker, ...] = ()
+    snapshots: tuple[model.Snapshot, ...] = ()
     preparing: bool = False
     """Whether the node's workers would start cold now, and warm soon."""
 
@@ -111,10 +98,10 @@ class Resume(OfNode):
 
     run: str
     round: int
-    recovery: RecoveryReport | None = None
+    recovery: model.RecoveryReport | None = None
     owner: str = ""
     secret: str = ""
-    instance: Instance = UNKNOWN_INSTANCE
+    instance: model.Instance = model.UNKNOWN_INSTANCE
 
 
 @struct(frozen=True)
@@ -139,7 +126,7 @@ class Leave(OfNode):
     """
 
     run: AnyUid
-    cause: LeaveCause
+    cause: model.LeaveCause
     reason: Sentence
     left_round: int | None = None
     exited_zero: bool = False
@@ -232,8 +219,8 @@ class Submit:
     """Begin a run whose nodes are chosen by the server. `run` is its uid."""
 
     run: Uid
-    settings: Settings
-    spec: JobSpec
+    settings: model.Settings
+    spec: model.JobSpec
     submitted_by: Annotated[Label, Cut(sentence), Else("somebody")]
 
 

@@ -46,7 +46,6 @@ class Draft:
 
     @property
     def open(self) -> bool:
-        """Whether the job has a run that has not ended."""
         return self.state.run_is_open
 
     def put(

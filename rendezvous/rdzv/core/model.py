@@ -458,12 +458,10 @@ class Round:
 
     @property
     def world_size(self) -> int:
-        """The number of workers on all nodes."""
         return world_size(self.participants)
 
     @property
     def live(self) -> bool:
-        """Whether the round has not ended."""
         return self.end is None
 
 
@@ -638,7 +636,6 @@ class Membership:
 
     @property
     def live_round(self) -> Round | None:
-        """The live round, or None if there is none or the run has ended."""
         round_ = self.round
         return round_ if self.ended is None and round_ is not None and round_.live else None
 
@@ -737,7 +734,6 @@ def placeholder(group_rank: int) -> str:
 
 
 def is_placeholder(node_id: str) -> bool:
-    """Return whether this is the name of a placeholder rather than of a node."""
     return node_id.startswith(_PLACEHOLDER)
 
 
@@ -792,7 +788,6 @@ class State:
 
     @property
     def run_is_open(self) -> bool:
-        """Whether there is a run that has not ended."""
         return bool(self.membership.run) and self.membership.ended is None
 
     @property
@@ -809,7 +804,6 @@ class State:
 
     @property
     def anybody(self) -> bool:
-        """Whether any node is currently in this job."""
         return bool(self.seats or self.waiting or self.stuck)
 
     @property

@@ -67,7 +67,6 @@ class Reason:
 
     @property
     def by_node(self) -> dict[str, str]:
-        """What the items say, by the node that they are about."""
         found: dict[str, str] = {}
         for item in self.items:
             found[item.who] = f"{found[item.who]}; {item.why}" if item.who in found else item.why

@@ -124,7 +124,6 @@ class SharedMap(Mapping[_K, _V]):
         return (key for key, _ in self._pairs())
 
     def items(self) -> ItemsView[_K, _V]:
-        """Return the key-value pairs."""
         return _Items(self)
 
     def values(self) -> ValuesView[_V]:

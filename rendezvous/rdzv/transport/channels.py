@@ -17,14 +17,8 @@ import grpc
 
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
+from rdzv.transport import certificates
 from rdzv.transport.addresses import is_loopback
-from rdzv.transport.certificates import (
-    Stamp,
-    check_authorities,
-    check_pair,
-    read_certificate,
-    stamp_of,
-)
 
 if TYPE_CHECKING:
     from rdzv.transport.endpoints import Endpoint
@@ -105,9 +99,9 @@ class Credentials:
                 "and it is never sent; give --tls-ca, the CA of the server's certificate"
             )
         if self.ca is not None:
-            check_authorities(self.ca, "CA")
+            certificates.check_authorities(self.ca, "CA")
         if self.cert is not None and self.key is not None:
-            check_pair(self.cert, self.key, "client certificate")
+            certificates.check_pair(self.cert, self.key, "client certificate")
         self._read_token()
 
     def channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.Channel:
@@ -174,17 +168,17 @@ class Credentials:
             raise InvalidRequestError(f"{where} holds no valid token; create the file again")
         return token
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> certificates.Stamp:
         """Return the current stamp of the files on which a channel depends."""
         paths = (self.ca, self.cert, self.key)
-        return stamp_of(path for path in paths if path is not None)
+        return certificates.stamp_of(path for path in paths if path is not None)
 
     def expires(self) -> datetime | None:
         """Return when the client certificate expires, or None if it is absent or unreadable."""
         if self.cert is None:
             return None
         try:
-            return read_certificate(self.cert.read_bytes(), str(self.cert)).not_after
+            return certificates.read_certificate(self.cert.read_bytes(), str(self.cert)).not_after
         except (OSError, InvalidRequestError):
             return None
 
@@ -192,7 +186,7 @@ class Credentials:
         """Describe the client certificate: its file, its holder and, if it is invalid, why."""
         assert self.cert is not None
         try:
-            found = read_certificate(self.cert.read_bytes(), str(self.cert))
+            found = certificates.read_certificate(self.cert.read_bytes(), str(self.cert))
         except (OSError, InvalidRequestError):
             return str(self.cert)
         trouble = found.trouble(datetime.now(UTC))

@@ -9,20 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from rdzv.errors import (
-    ERROR_CODE_METADATA_KEY,
-    ERRORS,
-    LEADER_METADATA_KEY,
-    DeniedError,
-    InvalidRequestError,
-    LimitExceededError,
-    NodeSupersededError,
-    NotLeaderError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    SettingsMismatchError,
-)
+from rdzv import errors
 from rdzv.structs import struct
 from rdzv.transport.channels import CHECK_NODE, PLAIN, Credentials, handshake_trouble
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
@@ -76,11 +63,11 @@ STREAM_OPTIONS: Options = (
 FINAL_REFUSALS = frozenset(
     error.code
     for error in (
-        DeniedError,
-        InvalidRequestError,
-        NodeSupersededError,
-        RendezvousClosedError,
-        SettingsMismatchError,
+        errors.DeniedError,
+        errors.InvalidRequestError,
+        errors.NodeSupersededError,
+        errors.RendezvousClosedError,
+        errors.SettingsMismatchError,
     )
 )
 """Refusals that a retry cannot change. After any other refusal, the node sends Hello again later.
@@ -119,10 +106,10 @@ class Rota:
         """The endpoint to ask if the current one fails."""
         return self._endpoints[(self._turn + 1) % len(self._endpoints)]
 
-    def failed(self, error: RendezvousError) -> bool:
+    def failed(self, error: errors.RendezvousError) -> bool:
         """Record why the current server failed; return whether to ask the named leader at once."""
         circles, self._led = self._led, False
-        leader = _endpoint(error.leader) if isinstance(error, NotLeaderError) else None
+        leader = _endpoint(error.leader) if isinstance(error, errors.NotLeaderError) else None
         if leader is not None and leader != self.present and not circles:
             self._leader, self._led = leader, True
             return True
@@ -172,7 +159,7 @@ class Attempts:
         self._taking_over = False
 
     def failed(
-        self, error: RendezvousError, now_s: float, most_s: float = math.inf
+        self, error: errors.RendezvousError, now_s: float, most_s: float = math.inf
     ) -> float | None:
         """Record why the attempt or the stream ended, and return how long to wait before the next.
 
@@ -185,7 +172,7 @@ class Attempts:
         """
         backoff, since_s = self._backoff, self._welcomed_at_s
         self._welcomed_at_s = None
-        self._taking_over |= isinstance(error, NotLeaderError)
+        self._taking_over |= isinstance(error, errors.NotLeaderError)
         if self.rota.failed(error):
             return None
         if since_s is not None and now_s - since_s >= backoff.steady_s:
@@ -202,7 +189,7 @@ class Attempts:
 def _endpoint(address: str) -> Endpoint | None:
     try:
         return parse_endpoint(address) if address else None
-    except InvalidRequestError:
+    except errors.InvalidRequestError:
         return None
 
 
@@ -241,7 +228,7 @@ def error_from_status(
     server: Endpoint,
     timeout_s: float,
     credentials: Credentials = PLAIN,
-) -> RendezvousError:
+) -> errors.RendezvousError:
     """Convert the status of a failed call to the corresponding error.
 
     If the trailing metadata contains an error code, it decides. Otherwise the status is not from
@@ -249,10 +236,10 @@ def error_from_status(
     """
     text = details or "no details given"
     check = CHECK_NODE if credentials.by_node else _CHECK
-    if code := _metadata(trailing, ERROR_CODE_METADATA_KEY):
-        if code == NotLeaderError.code:
-            return NotLeaderError(text, _metadata(trailing, LEADER_METADATA_KEY))
-        return ERRORS.get(code, RendezvousError)(text)
+    if code := _metadata(trailing, errors.ERROR_CODE_METADATA_KEY):
+        if code == errors.NotLeaderError.code:
+            return errors.NotLeaderError(text, _metadata(trailing, errors.LEADER_METADATA_KEY))
+        return errors.ERRORS.get(code, errors.RendezvousError)(text)
     match status:
         case grpc.StatusCode.UNAVAILABLE:
             if trouble := handshake_trouble(text, server, credentials):
@@ -264,9 +251,11 @@ def error_from_status(
         case grpc.StatusCode.UNIMPLEMENTED:
             return _unreachable(server, f"{_NOT_RDZV}, or an older one", check, credentials)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return LimitExceededError(f"the call to the server at {server} exceeds a limit: {text}")
+            return errors.LimitExceededError(
+                f"the call to the server at {server} exceeds a limit: {text}"
+            )
         case _:
-            return RendezvousError(f"the server at {server} answered {status.name}: {text}")
+            return errors.RendezvousError(f"the server at {server} answered {status.name}: {text}")
 
 
 def _metadata(trailing: Iterable[tuple[str, str | bytes]] | None, wanted: str) -> str:
@@ -286,6 +275,6 @@ def _connection_reason(details: str) -> str:
 
 def _unreachable(
     server: Endpoint, reason: str, remedy: str, credentials: Credentials
-) -> RendezvousConnectionError:
+) -> errors.RendezvousConnectionError:
     what = "the serving node" if credentials.by_node else "rdzvd"
-    return RendezvousConnectionError(f"cannot reach {what} at {server}: {reason}; {remedy}")
+    return errors.RendezvousConnectionError(f"cannot reach {what} at {server}: {reason}; {remedy}")

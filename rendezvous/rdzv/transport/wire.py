@@ -151,8 +151,6 @@ def _numbers(kind: type[Enum], enum: Any) -> dict[Enum, int]:
 
 
 class _Source:
-    """The source of a function, and the objects that it names."""
-
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
 

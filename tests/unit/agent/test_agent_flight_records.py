@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.observers.flight_records import (
-    MAX_RECORDED,
-    FlightRecord,
-    GroupTimes,
-    entries_for,
-    read_record,
-    read_times,
-)
+from rdzv.agent.observers import flight_records
 
 NOW_NS = 1_795_421_148_000_000_000
 
@@ -38,9 +31,9 @@ def entry(sequence: int, operation: str = "gloo:all_reduce", **more: Any) -> dic
     }
 
 
-def record(*entries: dict[str, Any], **more: Any) -> FlightRecord:
+def record(*entries: dict[str, Any], **more: Any) -> flight_records.FlightRecord:
     trace = {"entries": entries, "pg_config": {}, "version": "2.10", **more}
-    return read_record(json.dumps(trace).encode(), NOW_NS, more.get("keep", 64))
+    return flight_records.read_record(json.dumps(trace).encode(), NOW_NS, more.get("keep", 64))
 
 
 def test_gloos_entries_are_done_once_they_are_retired() -> None:
@@ -65,10 +58,10 @@ def test_the_latest_of_a_worker_whose_collective_has_failed_is_not_done() -> Non
     for retired in (True, False):
         latest = entry(2, retired=retired, time_created_ns=NOW_NS - 3_000_000_000)
         text = json.dumps({"entries": [latest, entry(1)]}).encode()
-        found = read_record(text, NOW_NS, failed=True)
+        found = flight_records.read_record(text, NOW_NS, failed=True)
         assert [one.done for one in found.groups[0].latest] == [True, False]
         assert found.waiting_ms == 3_000
-    assert read_record(b"{}", NOW_NS, failed=True).waiting_ms == 0
+    assert flight_records.read_record(b"{}", NOW_NS, failed=True).waiting_ms == 0
 
 
 def test_a_collective_times_out_by_its_own_timeout() -> None:
@@ -128,14 +121,17 @@ def test_what_is_completed_is_counted_over_all_groups() -> None:
 )
 def test_what_is_no_record_is_refused(text: bytes) -> None:
     with pytest.raises(ValueError, match="cannot read"):
-        read_record(text, NOW_NS)
+        flight_records.read_record(text, NOW_NS)
 
 
 def test_a_record_costs_no_more_than_a_large_one_of_torchs() -> None:
     """The agent reads it again and again, and whoever writes it may be hostile."""
-    most = b",".join([b"{}"] * (MAX_RECORDED - 1))
-    assert read_record(b'{"entries":[' + most + b"]}", NOW_NS).groups
-    for read in (lambda text: read_record(text, NOW_NS), lambda text: read_times(text, 0)):
+    most = b",".join([b"{}"] * (flight_records.MAX_RECORDED - 1))
+    assert flight_records.read_record(b'{"entries":[' + most + b"]}", NOW_NS).groups
+    for read in (
+        lambda text: flight_records.read_record(text, NOW_NS),
+        lambda text: flight_records.read_times(text, 0),
+    ):
         with pytest.raises(ValueError, match="too large"):
             read(b'{"entries":[' + most + b",{}]}")
 
@@ -149,24 +145,24 @@ def test_sizes_that_are_too_long_are_not_shown() -> None:
 
 
 def test_the_more_ranks_the_fewer_entries_of_each() -> None:
-    assert [entries_for(size) for size in (1, 64, 1_000, 100_000)] == [64, 64, 4, 4]
+    assert [flight_records.entries_for(size) for size in (1, 64, 1_000, 100_000)] == [64, 64, 4, 4]
 
 
-def times(*entries: dict[str, Any]) -> dict[str, GroupTimes]:
+def times(*entries: dict[str, Any]) -> dict[str, flight_records.GroupTimes]:
     trace = {"entries": entries, "pg_config": {}, "version": "2.10"}
-    return read_times(json.dumps(trace).encode(), NOW_NS)
+    return flight_records.read_times(json.dumps(trace).encode(), NOW_NS)
 
 
 def test_gloos_are_entered_when_they_are_recorded() -> None:
     found = times(
         entry(1, time_created_ns=NOW_NS + 5_000), entry(2, retired=False, time_created_ns=NOW_NS)
     )
-    assert found == {"0": GroupTimes({1: 5, 2: 0}, {1: 5, 2: 0})}
+    assert found == {"0": flight_records.GroupTimes({1: 5, 2: 0}, {1: 5, 2: 0})}
 
 
 def test_nccls_are_told_by_their_durations_where_these_are_measured() -> None:
     """Collectives are recorded when enqueued, so the last to enter has the shortest duration."""
     done = {"operation": "nccl:all_reduce", "state": "completed", "time_created_ns": NOW_NS}
     found = times(entry(1, **done, duration_ms=1.5), entry(2, **done))
-    assert found == {"0": GroupTimes({1: -1_500}, {1: 0}, by_duration=True)}
+    assert found == {"0": flight_records.GroupTimes({1: -1_500}, {1: 0}, by_duration=True)}
     assert times(entry(1, **done)) == {}

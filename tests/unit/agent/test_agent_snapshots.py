@@ -17,20 +17,8 @@ from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
-from tests.unit.agent import test_agent_encoding
+from tests.unit.agent import test_agent_encoding, test_agent_machine
 from tests.unit.agent.test_agent_encoding import NOW_MS, OFFER, heard
-from tests.unit.agent.test_agent_machine import (
-    CONNECTED,
-    JOINED,
-    LOST,
-    RUNNER_LOST,
-    SIGTERM,
-    Node,
-    exited,
-    gone,
-    line,
-    signalled,
-)
 from tests.unit.agent.test_agent_parking import over
 
 
@@ -42,9 +30,11 @@ def held(*steps: int) -> tuple[Snapshot, ...]:
     return tuple(Snapshot(n, mark(step), n, 1_000, "f00") for n, step in enumerate(steps))
 
 
-def running(**given: object) -> Node:
-    node = Node()
-    node.hear(CONNECTED, JOINED, line(**given))
+def running(**given: object) -> test_agent_machine.Node:
+    node = test_agent_machine.Node()
+    node.hear(
+        test_agent_machine.CONNECTED, test_agent_machine.JOINED, test_agent_machine.line(**given)
+    )
     return node
 
 
@@ -59,7 +49,9 @@ def test_each_change_is_reported_and_all_of_it_after_a_reconnect() -> None:
     assert node.hear(events.SnapshotsChanged(held(40, 50))) == [
         SnapshotsHeld("job-7", "r1", held(40, 50))
     ]
-    assert SnapshotsHeld("job-7", "r1", held(40, 50)) in node.hear(LOST, CONNECTED)
+    assert SnapshotsHeld("job-7", "r1", held(40, 50)) in node.hear(
+        test_agent_machine.LOST, test_agent_machine.CONNECTED
+    )
 
 
 def test_where_copies_are_fetched_and_which_are_missing_is_reported_with_it() -> None:
@@ -67,7 +59,9 @@ def test_where_copies_are_fetched_and_which_are_missing_is_reported_with_it() ->
     assert node.hear(events.SnapshotsChanged((), carrier)) == [
         SnapshotsHeld("job-7", "r1", (), carrier)
     ]
-    assert SnapshotsHeld("job-7", "r1", (), carrier) in node.hear(LOST, CONNECTED)
+    assert SnapshotsHeld("job-7", "r1", (), carrier) in node.hear(
+        test_agent_machine.LOST, test_agent_machine.CONNECTED
+    )
     missing = MissingCopies(mark(40), "n2: it does not know the token")
     assert node.hear(events.SnapshotsChanged(held(40), carrier, missing)) == [
         SnapshotsHeld("job-7", "r1", held(40), carrier, missing)
@@ -75,7 +69,7 @@ def test_where_copies_are_fetched_and_which_are_missing_is_reported_with_it() ->
     # A node that waits joins again for what it holds alone.
     node.hear(over(), events.WorkersGone(0))
     assert node.hear(events.SnapshotsChanged(held(40), None, missing)) == []
-    node.hear(line(round=1), RUNNER_LOST)
+    node.hear(test_agent_machine.line(round=1), test_agent_machine.RUNNER_LOST)
     assert node.state.carrier is None and node.state.missing_copies is None
 
 
@@ -94,7 +88,7 @@ def test_a_node_whose_workers_have_succeeded_keeps_copies_for_those_that_run_on(
     """Otherwise the server waits for these copies, and no newer step is ever whole."""
     sources = (CopySource("n2", "10.0.0.2", 40_000, "secret", held(40)),)
     node = running()
-    node.hear(exited(0), exited(1), gone())
+    node.hear(test_agent_machine.exited(0), test_agent_machine.exited(1), test_agent_machine.gone())
     assert node.phase is Phase.SUCCEEDED
     assert node.hear(KeepCopies("job-7", "r1", mark(40), sources)) == [
         KeepCopies("job-7", "r1", mark(40), sources)
@@ -113,7 +107,10 @@ def test_a_node_that_waits_says_it_with_its_join() -> None:
     command = heard(pb.NodeMessage(join=message))
     assert isinstance(command, asked.Join)
     assert command.snapshots == held(40, 50)
-    assert not any(isinstance(one, SnapshotsHeld) for one in node.hear(LOST, CONNECTED))
+    assert not any(
+        isinstance(one, SnapshotsHeld)
+        for one in node.hear(test_agent_machine.LOST, test_agent_machine.CONNECTED)
+    )
 
 
 def test_workers_hear_of_newer_marks_alone() -> None:
@@ -141,17 +138,20 @@ def test_workers_hear_once_which_steps_are_given_up() -> None:
     later = replace(whole(40), given_up=mark(70))
     assert node.hear(later) == [SnapshotWatermark("job-7", "r1", mark(40), given_up=mark(70))]
     # The next round gives up steps of its own, perhaps those that are redone.
-    node.hear(over(), events.WorkersGone(0), line(1, snapshot=mark(40)))
+    node.hear(over(), events.WorkersGone(0), test_agent_machine.line(1, snapshot=mark(40)))
     assert node.hear(told) == [SnapshotWatermark("job-7", "r1", mark(40), given_up=mark(60))]
 
 
 def test_a_round_brings_the_mark_that_it_begins_with() -> None:
-    node, loads = Node(), line(snapshot=mark(40), snapshot_loads=1)
-    told = node.hear(CONNECTED, JOINED, loads)
+    node, loads = (
+        test_agent_machine.Node(),
+        test_agent_machine.line(snapshot=mark(40), snapshot_loads=1),
+    )
+    told = node.hear(test_agent_machine.CONNECTED, test_agent_machine.JOINED, loads)
     assert told == [StartWorkers(loads), SnapshotWatermark("job-7", "r1", mark(40))]
     # Kept workers may repeat the last step; then the mark goes back.
     node.hear(whole(50), over(), events.WorkersGone(0))
-    again = line(1, snapshot=mark(40))
+    again = test_agent_machine.line(1, snapshot=mark(40))
     assert node.hear(again) == [
         StartWorkers(again),
         SnapshotWatermark("job-7", "r1", mark(40)),
@@ -171,7 +171,10 @@ def test_what_the_round_begins_with_is_repeated_to_a_server_that_has_forgotten_i
     assert {name: getattr(report.assignment, name) for name in given} == given
 
 
-@pytest.mark.parametrize("end", [RUNNER_LOST, signalled(SIGTERM)])
+@pytest.mark.parametrize(
+    "end",
+    [test_agent_machine.RUNNER_LOST, test_agent_machine.signalled(test_agent_machine.SIGTERM)],
+)
 def test_nothing_is_reported_at_the_end(end: events.Event) -> None:
     node = running()
     node.hear(events.SnapshotsChanged(held(40)), end)

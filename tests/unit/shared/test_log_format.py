@@ -8,15 +8,7 @@ import os
 
 import pytest
 
-from rdzv.runtime.log_format import (
-    HumanFormatter,
-    JournalFormatter,
-    JsonFormatter,
-    PlainFormatter,
-    RepeatedWarnings,
-    complain,
-    formatter_for,
-)
+from rdzv.runtime import log_format
 
 
 def record(
@@ -56,12 +48,16 @@ def _be_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_in_the_journal_has_its_priority_and_no_second_time(
     level: int, priority: int
 ) -> None:
-    assert formatter_for("human").format(record(level)) == f"<{priority}>job-7: n1 joined"
+    assert (
+        log_format.formatter_for("human").format(record(level)) == f"<{priority}>job-7: n1 joined"
+    )
 
 
 @pytest.mark.usefixtures("journal")
 def test_every_line_of_a_traceback_has_the_priority() -> None:
-    lines = formatter_for("human").format(record(logging.ERROR, trouble=True)).split("\n")
+    lines = (
+        log_format.formatter_for("human").format(record(logging.ERROR, trouble=True)).split("\n")
+    )
     assert len(lines) > 2
     assert {line[:3] for line in lines} == {"<3>"}
     assert lines[-1] == "<3>  ValueError: of a test"
@@ -69,7 +65,7 @@ def test_every_line_of_a_traceback_has_the_priority() -> None:
 
 @pytest.mark.usefixtures("journal")
 def test_json_in_the_journal_is_what_follows_the_priority() -> None:
-    line = formatter_for("json").format(record(logging.WARNING))
+    line = log_format.formatter_for("json").format(record(logging.WARNING))
     assert line.startswith("<4>{")
     assert json.loads(line[3:])["level"] == "warning"
 
@@ -79,7 +75,7 @@ def test_why_a_program_ends_is_an_error(
 ) -> None:
     # Not in a fixture: during a test, stderr is captured in another file than during its setup.
     _be_in_the_journal(monkeypatch)
-    complain("rdzvd: no\nroom")
+    log_format.complain("rdzvd: no\nroom")
     assert capfd.readouterr().err == "<3>rdzvd: no\n<3>  room\n"
 
 
@@ -89,13 +85,13 @@ def test_elsewhere_a_line_has_the_time(
 ) -> None:
     """Also if a service redirects what the journal would have received."""
     monkeypatch.setenv("JOURNAL_STREAM", stream)
-    assert isinstance(formatter_for("human"), HumanFormatter)
-    assert isinstance(formatter_for("json"), JsonFormatter)
+    assert isinstance(log_format.formatter_for("human"), log_format.HumanFormatter)
+    assert isinstance(log_format.formatter_for("json"), log_format.JsonFormatter)
     said = record(logging.INFO)
     said.created, said.msecs = 1_795_262_401.25, 250.0
-    assert formatter_for("human").format(said) == f"{NOON} INFO    job-7: n1 joined"
-    assert json.loads(formatter_for("json").format(said))["time"] == NOON
-    complain("rdzvd: no")
+    assert log_format.formatter_for("human").format(said) == f"{NOON} INFO    job-7: n1 joined"
+    assert json.loads(log_format.formatter_for("json").format(said))["time"] == NOON
+    log_format.complain("rdzvd: no")
     assert capfd.readouterr().err == "rdzvd: no\n"
 
 
@@ -108,7 +104,7 @@ NOON = "2026-11-21T12:00:01.250Z"
 def test_at_a_terminal_a_warning_is_named(level: int, prefix: str) -> None:
     said = record(level)
     said.created, said.msecs = 1_795_262_401.25, 250.0
-    line = PlainFormatter("rdzvrun[n1]").format(said)
+    line = log_format.PlainFormatter("rdzvrun[n1]").format(said)
     assert line == f"{NOON} rdzvrun[n1]: {prefix}job-7: n1 joined"
 
 
@@ -118,11 +114,11 @@ FORGED = "\x1b[2J\x9b2J\u202e\n2026-11-21T17:59:59.000Z INFO    job-8: forged\r<
 @pytest.mark.parametrize(
     "formatter",
     [
-        HumanFormatter(),
-        JsonFormatter(),
-        JournalFormatter(),
-        JournalFormatter(JsonFormatter()),
-        PlainFormatter("rdzvrun"),
+        log_format.HumanFormatter(),
+        log_format.JsonFormatter(),
+        log_format.JournalFormatter(),
+        log_format.JournalFormatter(log_format.JsonFormatter()),
+        log_format.PlainFormatter("rdzvrun"),
     ],
 )
 @pytest.mark.parametrize("in_traceback", [False, True])
@@ -136,7 +132,7 @@ def test_what_a_job_says_neither_controls_a_terminal_nor_looks_like_a_record(
         said.exc_info = (ValueError, error, None)
     first, *others = formatter.format(said).split("\n")
     assert "job-7: it says" in first
-    indent = "" if isinstance(formatter, PlainFormatter) else "  "
+    indent = "" if isinstance(formatter, log_format.PlainFormatter) else "  "
     assert all(line.removeprefix("<4>").startswith(indent) for line in others)
     assert all(line.isprintable() for line in (first, *others))
     if "{" in first:
@@ -149,7 +145,7 @@ def test_what_a_job_says_neither_controls_a_terminal_nor_looks_like_a_record(
 
 
 def test_a_repeated_warning_is_counted_until_it_pauses() -> None:
-    repeated = RepeatedWarnings()
+    repeated = log_format.RepeatedWarnings()
 
     def logged(text: str, times: int, created: float, level: int = logging.WARNING) -> list[str]:
         shown = []

@@ -126,5 +126,4 @@ class Work:
     commands: list[Command] = field(default_factory=list)
 
     def do(self, command: Command) -> None:
-        """Add a command to those that the step returns."""
         self.commands.append(command)

@@ -86,7 +86,6 @@ def notice_grace_ms(work: Work) -> int:
 
 
 def keep_notice(work: Work) -> None:
-    """Do whatever the notice, if there is one, requires by now."""
     state, notice = work.state, work.state.notice
     if notice is None:
         return
@@ -106,7 +105,6 @@ def keep_notice(work: Work) -> None:
 
 
 def notice_due_ms(state: AgentState) -> int | None:
-    """Return when the notice next requires an action."""
     notice = state.notice
     if notice is None or not state.phase.needs_store:
         return None

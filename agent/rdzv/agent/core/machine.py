@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from rdzv import messages
 from rdzv.agent.core import drain_notice, events, server_contact
 from rdzv.agent.core.commands import (
     Command,
@@ -39,15 +40,6 @@ from rdzv.agent.core.stopping import (
 )
 from rdzv.core.commands import Fail, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.model import UNMOVED, Assignment, LeaveCause, Result
-from rdzv.messages import (
-    Closed,
-    Joined,
-    KeepCopies,
-    Refused,
-    RoundOver,
-    SnapshotWatermark,
-    Withdrawn,
-)
 from rdzv.structs import replace, struct
 
 _RESUME_LEAST_MS = 600_000
@@ -97,16 +89,16 @@ def _apply(work: Work, event: events.Event) -> None:
             server_contact.note_server_found(work)
         case events.ServerLost():
             server_contact.note_server_lost(work, event)
-        case Joined():
+        case messages.Joined():
             if work.state.phase is Phase.JOINING:
                 work.state = replace(work.state, run=event.run)
         case Assignment():
             _start(work, event)
-        case RoundOver():
+        case messages.RoundOver():
             _end_round(work, event)
-        case Closed():
+        case messages.Closed():
             _close(work, event)
-        case Refused():
+        case messages.Refused():
             _accept_refusal(work, event)
         case events.Unhealthy():
             _note_unhealthy(work, event)
@@ -127,7 +119,7 @@ def _apply(work: Work, event: events.Event) -> None:
             _note_kept_gone(work)
         case events.SnapshotsChanged():
             server_contact.note_snapshots(work, event)
-        case SnapshotWatermark() | KeepCopies():
+        case messages.SnapshotWatermark() | messages.KeepCopies():
             server_contact.apply_to_snapshots(work, event)
         case events.StoreHostReady():
             if _is_current(work.state, event.round):
@@ -139,7 +131,7 @@ def _apply(work: Work, event: events.Event) -> None:
             _lose_runner(work, event)
         case events.Signalled():
             _leave_by_signal(work, event)
-        case Withdrawn():
+        case messages.Withdrawn():
             _withdraw(work, event)
         case events.NoticeGiven():
             drain_notice.give_drain_notice(work, event)
@@ -188,10 +180,10 @@ def _start(work: Work, assignment: Assignment) -> None:
     )
     work.do(StartWorkers(assignment))
     if assignment.snapshot is not None and assignment.snapshot != state.watermark:
-        work.do(SnapshotWatermark(assignment.rdzv_id, assignment.run, assignment.snapshot))
+        work.do(messages.SnapshotWatermark(assignment.rdzv_id, assignment.run, assignment.snapshot))
 
 
-def _end_round(work: Work, event: RoundOver) -> None:
+def _end_round(work: Work, event: messages.RoundOver) -> None:
     """Stop the round's workers, unless they have succeeded."""
     if event.run != work.state.run:
         return
@@ -226,7 +218,7 @@ def _give_back_seat(work: Work, round_: int) -> None:
         work.do(rejoin(work.state))
 
 
-def _close(work: Work, event: Closed) -> None:
+def _close(work: Work, event: messages.Closed) -> None:
     if event.run != work.state.run:
         return
     ended = event.ended
@@ -245,7 +237,7 @@ def _close(work: Work, event: Closed) -> None:
     finish(work, outcome, charged=tuple(sorted(charged & kept)))
 
 
-def _accept_refusal(work: Work, event: Refused) -> None:
+def _accept_refusal(work: Work, event: messages.Refused) -> None:
     """Accept a refusal as final for a node that wants a place, as repeating changes nothing.
 
     Workers continue unless the refusal means that they have no place. Once they are gone, the node
@@ -508,7 +500,7 @@ def _leave_by_signal(work: Work, event: events.Signalled) -> None:
     leave(work, leaving, work.state.job.shutdown_timeout_ms, event.signum)
 
 
-def _withdraw(work: Work, event: Withdrawn) -> None:
+def _withdraw(work: Work, event: messages.Withdrawn) -> None:
     """Give the job back to the server, which may place it here again.
 
     The leave is announced anyway, because this node's join may have crossed the withdrawal.

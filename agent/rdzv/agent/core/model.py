@@ -111,7 +111,6 @@ class DrainNotice:
 
     @property
     def leaving(self) -> Leaving:
-        """How the node leaves because of this notice."""
         return Leaving(LeaveCause.SIGNAL, self.reason, EXIT_TRY_AGAIN)
 
 
@@ -208,10 +207,8 @@ class AgentState:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the job is about to end on this node."""
         return self.leaving is not None or self.outcome is not None
 
     @property
     def has_workers(self) -> bool:
-        """Whether workers, parked or not, remain on this node."""
         return not self.workers_gone or bool(self.kept) or self.ending_kept

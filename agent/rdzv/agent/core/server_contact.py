@@ -93,7 +93,6 @@ def note_snapshots(work: Work, event: SnapshotsChanged) -> None:
 
 
 def snapshots_held(state: AgentState) -> SnapshotsHeld:
-    """Return the report of the snapshots that this node holds."""
     return SnapshotsHeld(
         state.job.rdzv_id, state.run, state.snapshots, state.carrier, state.missing_copies
     )

@@ -42,17 +42,10 @@ from rdzv.errors import (
 )
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
+from rdzv.transport import node_stream
 from rdzv.transport.addresses import is_loopback
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint
-from rdzv.transport.node_stream import (
-    BACKOFF,
-    FINAL_REFUSALS,
-    STREAM_OPTIONS,
-    Attempts,
-    Backoff,
-    error_from_status,
-)
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
@@ -99,11 +92,11 @@ class ServerLink:
         self,
         endpoints: Sequence[Endpoint],
         identity: Identity,
-        backoff: Backoff = BACKOFF,
+        backoff: node_stream.Backoff = node_stream.BACKOFF,
         credentials: Credentials = PLAIN,
-        options: Sequence[tuple[str, int]] = STREAM_OPTIONS,
+        options: Sequence[tuple[str, int]] = node_stream.STREAM_OPTIONS,
     ) -> None:
-        self._attempts = Attempts(endpoints, backoff)
+        self._attempts = node_stream.Attempts(endpoints, backoff)
         self._credentials = credentials
         self._options = options
         self.standby = Standby(credentials, options)
@@ -166,7 +159,6 @@ class ServerLink:
         return self._credentials.tls
 
     def certificate_expires(self) -> datetime | None:
-        """Return when this node's client certificate expires, or None if there is none."""
         return self._credentials.expires()
 
     @property
@@ -422,7 +414,9 @@ class ServerLink:
                 match encoding.announcement(one, monotonic_ms()):
                     case messages.Servers(addresses):
                         await self._learn(addresses)
-                    case messages.Refused(code=code, message=why) if code not in FINAL_REFUSALS:
+                    case messages.Refused(code=code, message=why) if (
+                        code not in node_stream.FINAL_REFUSALS
+                    ):
                         self._refused = True
                         return f"the server refused for now: {why}"
                     case told:
@@ -485,7 +479,7 @@ class ServerLink:
 
     def _judge(self, endpoint: Endpoint, error: grpc.aio.AioRpcError) -> RendezvousError:
         trailing = error.trailing_metadata()
-        failure = error_from_status(
+        failure = node_stream.error_from_status(
             error.code(),
             error.details(),
             trailing,
@@ -495,7 +489,7 @@ class ServerLink:
         )
         # A node that was accepted before may be accepted again with a new token or certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
-        if stranger or failure.code in FINAL_REFUSALS:
+        if stranger or failure.code in node_stream.FINAL_REFUSALS:
             for job in list(self._jobs.values()):
                 job.post(messages.Refused(job.rdzv_id, failure.code, str(failure)))
         # If there was no Welcome before, the refusal may only mean that the previous agent's

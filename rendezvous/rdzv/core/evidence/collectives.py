@@ -81,7 +81,6 @@ class GroupRecord:
 
     @property
     def pending(self) -> CollectiveRecord | None:
-        """The collective in which the rank is waiting, if any."""
         return next((one for one in self.latest if not one.done), None)
 
     def at(self, sequence: int) -> CollectiveRecord | None:
@@ -146,8 +145,6 @@ class HangCause:
 
 @struct(frozen=True)
 class _Wait:
-    """A group in which ranks are waiting."""
-
     name: str
     group: str
     sequence: int

@@ -90,7 +90,6 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
 
 
 def _waited_for(report: Report) -> int | None:
-    """Return the RANK that the others are waiting for, or None if unknown."""
     if report.cause is None:
         return odd_one_out(report.groups)
     if report.cause.ranks:

@@ -171,7 +171,6 @@ Key = tuple[str, tuple[tuple[str, str, int | None], ...], tuple[str, ...]]
 
 
 def key_of(stack: WorkerStack) -> Key:
-    """Return the key shared by all workers of one group."""
     state = stack.state if stack.state and stack.state in _ODD_STATES else ""
     place = tuple((frame.name, _short(frame.file), frame.line) for frame in stack.place)
     return state, place, () if place else stack.kernel[:1]

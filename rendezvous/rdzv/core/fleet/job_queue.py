@@ -210,8 +210,6 @@ def _surplus(job: Demand) -> tuple[str, ...]:
 
 
 class _Plan:
-    """A plan under construction."""
-
     def __init__(self, hosts: Sequence[Host], *, settled: bool) -> None:
         self.hosts = hosts
         self.settled = settled

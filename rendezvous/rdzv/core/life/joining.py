@@ -6,6 +6,7 @@ A node that reconnects *resumes* instead: its workers still run. Every reason to
 
 from __future__ import annotations
 
+from rdzv.core import model
 from rdzv.core.commands import Join, Resume
 from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import NodeJoined, NodeStopped
@@ -19,16 +20,6 @@ from rdzv.core.life.failures import (
 from rdzv.core.life.leaving import give_up, mark_back, note_heard, unheard
 from rdzv.core.life.restoring import adopt
 from rdzv.core.life.runs import REPLACED, begin_run, ended_run
-from rdzv.core.model import (
-    Cause,
-    Membership,
-    Result,
-    Round,
-    Settings,
-    State,
-    Waiting,
-    is_placeholder,
-)
 from rdzv.core.rounds.budgets import further
 from rdzv.core.rounds.reachability import note_reach, refuse_unreachable
 from rdzv.core.shared_map import put, without
@@ -74,7 +65,7 @@ def join(work: Draft, command: Join) -> Ignored | None:
     return None
 
 
-def _others_run_on(state: State, command: Join) -> bool:
+def _others_run_on(state: model.State, command: Join) -> bool:
     """Return whether present nodes are running a lower round than the one that this node left.
 
     A server without memory began their round after waiting in vain for the nodes of the higher one.
@@ -87,11 +78,13 @@ def _others_run_on(state: State, command: Join) -> bool:
     # Seats loaded when the server started are younger than their round. They may come from an old
     # copy of the store, and their nodes may be in the higher round themselves.
     begun = (n for n, seat in state.seats.items() if seat.since_ms == round_.at_ms)
-    there = any(node_id not in state.away and not is_placeholder(node_id) for node_id in begun)
+    there = any(
+        node_id not in state.away and not model.is_placeholder(node_id) for node_id in begun
+    )
     return there and command.left_round > round_.number
 
 
-def _round_to_stop(state: State, node_id: str) -> int | None:
+def _round_to_stop(state: model.State, node_id: str) -> int | None:
     """Return the round for which a join would confirm that a present node has no workers left.
 
     Return None if the node has no such round, or has announced that it is leaving; in that case
@@ -105,7 +98,7 @@ def _round_to_stop(state: State, node_id: str) -> int | None:
 
 def _admit(work: Draft, command: Join) -> None:
     if replaces_run(work.state, command):
-        work.close(Result.STOPPED, REPLACED)
+        work.close(model.Result.STOPPED, REPLACED)
     if not work.open:
         begin_run(work, command)
     note_reach(work, command.offer)
@@ -129,7 +122,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         others = without(work.state.superseded, command.node_id)
         work.state = replace(work.state, superseded=others)
     known = work.state.waiting.get(command.node_id)
-    waiting = Waiting(
+    waiting = model.Waiting(
         incarnation=command.incarnation,
         offer=command.offer,
         since_ms=since_ms,
@@ -151,7 +144,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
     mark_back(work, command.node_id)
 
 
-def _sealed_a_step(round_: Round, command: Join) -> bool:
+def _sealed_a_step(round_: model.Round, command: Join) -> bool:
     furthest = max((offer.step or 0 for offer in command.kept), default=0)
     return round_.resume_step is not None and furthest > round_.resume_step
 
@@ -173,12 +166,14 @@ def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
                 "(--fence-after)"
             )
             dead_ms, node_id = command.fenced_age_ms, command.node_id
-            end_round(work, Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms, node_id=node_id)
+            end_round(
+                work, model.Cause.NODE_LEFT, reason, broken=True, dead_ms=dead_ms, node_id=node_id
+            )
         elif round_.live and any(not failure.finished for failure in failures):
             end_by_failure(work, failures)
         elif round_.live:
             reason = f"{command.node_id}: it has stopped its workers, and joins again"
-            end_round(work, Cause.NODE_LEFT, reason, broken=False, node_id=command.node_id)
+            end_round(work, model.Cause.NODE_LEFT, reason, broken=False, node_id=command.node_id)
         else:
             add_failures(work, failures)
         moved = replace(command.moved, sealed=_sealed_a_step(round_, command))
@@ -211,7 +206,7 @@ def resume(work: Draft, command: Resume) -> Ignored | None:
     return Ignored.KNOWN if work.state is before else None
 
 
-def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) -> bool:
+def joined_replaced_run(state: model.State, node_id: str, incarnation: int, run: str) -> bool:
     """Return whether a waiting node names the run that it joined before an adopted run replaced it.
 
     That run had formed no round, and the node may not know of the replacement.
@@ -222,14 +217,16 @@ def joined_replaced_run(state: State, node_id: str, incarnation: int, run: str) 
     return all(earlier.run != run for earlier in membership.earlier)
 
 
-def is_barred(state: State, node_id: str) -> bool:
+def is_barred(state: model.State, node_id: str) -> bool:
     """Return whether the open run was submitted and is not allowed to keep this node."""
     if node_id not in state.barred:
         return False
     return state.run_is_open and state.membership.submission is not None
 
 
-def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admits: bool) -> None:
+def refuse_join(
+    before: model.State, state: model.State, command: Join, now_ms: int, *, admits: bool
+) -> None:
     """Refuse a join for the first of the reasons below that applies.
 
     `before` is the job as the server knew it; `state` adds what the join reports about a round that
@@ -268,7 +265,7 @@ def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admi
     if is_barred(state, node_id):
         return
     if replaces_run(state, command):
-        _refuse_reuse(membership.rdzv_id, Result.STOPPED, REPLACED, command)
+        _refuse_reuse(membership.rdzv_id, model.Result.STOPPED, REPLACED, command)
     elif state.run_is_open and command.settings != membership.settings:
         raise _settings_mismatch(membership, command)
     elif membership.ended is not None:
@@ -276,7 +273,7 @@ def refuse_join(before: State, state: State, command: Join, now_ms: int, *, admi
     refuse_unreachable(state, command)
 
 
-def refuse_resume(before: State, state: State, command: Resume) -> None:
+def refuse_resume(before: model.State, state: model.State, command: Resume) -> None:
     """Refuse a node that reports running workers, for the first of the reasons below that applies.
 
     `before` and `state` are as in `refuse_join`.
@@ -298,7 +295,7 @@ def refuse_resume(before: State, state: State, command: Resume) -> None:
     _refuse_former_instance(state, command)
 
 
-def replaces_run(state: State, command: Join) -> bool:
+def replaces_run(state: model.State, command: Join) -> bool:
     """Return whether a launch with other settings ends the open run, which has no other nodes."""
     if command.settings == state.membership.settings or not state.run_is_open:
         return False
@@ -308,7 +305,7 @@ def replaces_run(state: State, command: Join) -> bool:
     return all(node_id == command.node_id for node_id in present)
 
 
-def _refuse_stranger(state: State, command: Join | Resume) -> None:
+def _refuse_stranger(state: model.State, command: Join | Resume) -> None:
     """Refuse a node that does not know the run's secret, if the run has one."""
     membership = state.membership
     if membership.secret == command.secret or not state.run_is_open:
@@ -328,7 +325,7 @@ def _refuse_stranger(state: State, command: Join | Resume) -> None:
     )
 
 
-def _refuse_former_instance(state: State, command: Join | Resume) -> None:
+def _refuse_former_instance(state: model.State, command: Join | Resume) -> None:
     held = state.incarnation(command.node_id)
     if held is not None and command.incarnation < held:
         raise NodeSupersededError(
@@ -337,7 +334,7 @@ def _refuse_former_instance(state: State, command: Join | Resume) -> None:
         )
 
 
-def _refuse_ended_run(state: State, command: Join | Resume) -> None:
+def _refuse_ended_run(state: model.State, command: Join | Resume) -> None:
     ended = ended_run(state, command.run)
     if ended is not None:
         raise RendezvousClosedError(
@@ -345,7 +342,7 @@ def _refuse_ended_run(state: State, command: Join | Resume) -> None:
         )
 
 
-def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> None:
+def _refuse_reuse(rdzv_id: str, result: model.Result, reason: str, command: Join) -> None:
     if command.refuse_reuse:
         raise RendezvousClosedError(
             f"the last run of {rdzv_id} has {result} ({reason}) and "
@@ -353,12 +350,12 @@ def _refuse_reuse(rdzv_id: str, result: Result, reason: str, command: Join) -> N
         )
 
 
-def _settings_mismatch(membership: Membership, command: Join) -> SettingsMismatchError:
+def _settings_mismatch(membership: model.Membership, command: Join) -> SettingsMismatchError:
     theirs, ours = command.settings, membership.settings
     differences = [
         f"{name.removesuffix('_ms')} is {_shown(name, here)} here and {_shown(name, there)} in the "
         "job"
-        for name in field_names(Settings)
+        for name in field_names(model.Settings)
         if (here := getattr(theirs, name)) != (there := getattr(ours, name))
     ]
     return SettingsMismatchError(

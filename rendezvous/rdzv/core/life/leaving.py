@@ -125,7 +125,6 @@ def mark_away(work: Draft, command: MarkAway) -> Ignored | None:
 
 
 def mark_back(work: Draft, node_id: str) -> Ignored | None:
-    """Record that a node is connected again."""
     away = work.state.away.get(node_id)
     if away is None:
         return Ignored.KNOWN
@@ -184,7 +183,6 @@ def depart(
     ends_after_ms: int | None = None,
     silent_ms: int = 0,
 ) -> None:
-    """Remove a node from the job and remember the reason."""
     offer = _offer_of(work.state, node_id)
     _leave_seat(work, node_id)
     work.put(

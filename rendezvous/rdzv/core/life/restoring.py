@@ -11,15 +11,9 @@ from rdzv.core.draft import Draft
 from rdzv.core.events import NodeAdopted, RoundAdopted, RunBegan
 from rdzv.core.life.leaving import give_up
 from rdzv.core.life.runs import next_run
+from rdzv.core.rounds import recovery_reports
 from rdzv.core.rounds.ranks import longest_stop_ms
 from rdzv.core.rounds.reachability import note_address, only_local
-from rdzv.core.rounds.recovery_reports import (
-    adoptable,
-    first_report,
-    further_report,
-    restarts_known,
-    spent_known,
-)
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
 
@@ -55,21 +49,21 @@ def restore(membership: model.Membership, tuning: model.Tuning, now_ms: int) -> 
 
 def adopt(work: Draft, command: Join | Resume, report: model.RecoveryReport) -> None:
     node_id, incarnation, told = command.node_id, command.incarnation, report.assignment
-    if not adoptable(work.state, command.run, told.round):
+    if not recovery_reports.adoptable(work.state, command.run, told.round):
         return
     known = work.membership.round if command.run == work.membership.run else None
     if known is not None and known.number == told.round:
         held = model.placeholder(told.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
-        filled = further_report(known, command, report)
+        filled = recovery_reports.further_report(known, command, report)
         if filled is None:
             return
         work.store_round(filled)
         seats, away = without(work.state.seats, held), without(work.state.away, held)
         work.put(of=held, seats=seats, away=away)
     else:
-        round_ = first_report(command, report, work.now_ms)
+        round_ = recovery_reports.first_report(command, report, work.now_ms)
         if round_ is None:
             return
         if command.run != work.membership.run:
@@ -124,8 +118,10 @@ def _adopt_round(work: Draft, round_: model.Round, tally: model.Tally | None) ->
             membership,
             round=round_,
             next_round=max(membership.next_round, round_.number + 1),
-            restarts=restarts_known(membership, round_.restarts, tally, work.now_ms),
-            spent=spent_known(membership, tally),
+            restarts=recovery_reports.restarts_known(
+                membership, round_.restarts, tally, work.now_ms
+            ),
+            spent=recovery_reports.spent_known(membership, tally),
             # A round outside the bounds must have been scaled by an operator. The new bounds are
             # unknown, so the known ones are widened to include the round.
             scaled=membership.scaled if bounds == membership.bounds else bounds,

@@ -120,7 +120,6 @@ def facts(participants: Participants) -> Facts:
 
 
 def participant_of(round_: Round | None, node_id: str) -> Participant | None:
-    """Return a node's place in a round, or None if it has none."""
     if round_ is None:
         return None
     group_rank = facts(round_.participants).group_ranks.get(node_id)

@@ -37,15 +37,8 @@ from rdzv.core.model import (
     is_placeholder,
     placeholder,
 )
+from rdzv.core.rounds import recovery_reports
 from rdzv.core.rounds.ranks import STOP_MARGIN_MS
-from rdzv.core.rounds.recovery_reports import (
-    adoptable,
-    placeholders_replaced,
-    restarts_known,
-    same_participants,
-    spent_known,
-    tally_of,
-)
 from rdzv.errors import DeniedError, RendezvousClosedError, UnknownNodeError
 from rdzv.structs import replace
 
@@ -114,7 +107,7 @@ def test_a_return_to_a_round_that_was_stored_looks_at_no_other_node():
     job.crash()
     assert job.state.away
     state = replace(job.state, away=Unread(job.state.away))
-    assert not adoptable(state, job.membership.run, job.round.number)
+    assert not recovery_reports.adoptable(state, job.membership.run, job.round.number)
 
 
 def test_a_round_that_is_not_known_goes_on_as_its_nodes_report_it():
@@ -240,26 +233,28 @@ def test_restarts_beyond_what_a_tally_holds_are_as_old_as_its_oldest():
 def test_a_backup_knows_what_its_nodes_do_not():
     """A report never lowers a known count; rounds in a row are those of the later round."""
     known = Membership("job-7", RUN, 1, SETTINGS, 0, spent=Spent(5, 0, 0, 0, 1_000), restarts=(10,))
-    assert spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
-    assert spent_known(known, None) == known.spent
-    assert restarts_known(known, 1, Tally(restarts_ms=(95,)), 100) == (10,)
-    assert restarts_known(known, 2, Tally(restarts_ms=(10, 95)), 100) == (10, 95)
+    assert recovery_reports.spent_known(known, Tally(SPENT)) == Spent(5, 1, 3, 2, 1_000)
+    assert recovery_reports.spent_known(known, None) == known.spent
+    assert recovery_reports.restarts_known(known, 1, Tally(restarts_ms=(95,)), 100) == (10,)
+    assert recovery_reports.restarts_known(known, 2, Tally(restarts_ms=(10, 95)), 100) == (10, 95)
 
 
 def test_nodes_are_told_what_a_server_without_memory_would_need():
     windowed = Settings(1, 2, max_restarts=99, restart_window_ms=60_000)
     nothing = Membership("job-7", RUN, 1, windowed, 0)
-    assert tally_of(nothing, 100_000) is None
+    assert recovery_reports.tally_of(nothing, 100_000) is None
     spent = replace(nothing, restarts=(10_000, 50_000, 99_000))
-    assert tally_of(spent, 100_000) == Tally(restarts_ms=(50_000, 99_000))
+    assert recovery_reports.tally_of(spent, 100_000) == Tally(restarts_ms=(50_000, 99_000))
     many = replace(nothing, restarts=tuple(range(50_000, 50_100)))
-    found = tally_of(many, 100_000)
+    found = recovery_reports.tally_of(many, 100_000)
     assert found is not None
     assert len(found.restarts_ms) == MAX_RESTART_AGES
     assert found.restarts_ms[-1] == 50_099
     # Without a window all count, so their number is enough.
-    assert tally_of(replace(spent, settings=SETTINGS), 100_000) is None
-    assert tally_of(replace(spent, settings=SETTINGS, spent=SPENT), 100_000) == Tally(SPENT)
+    assert recovery_reports.tally_of(replace(spent, settings=SETTINGS), 100_000) is None
+    assert recovery_reports.tally_of(
+        replace(spent, settings=SETTINGS, spent=SPENT), 100_000
+    ) == Tally(SPENT)
 
 
 def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
@@ -633,8 +628,8 @@ def test_a_round_of_another_size_has_other_participants():
     job = Job()
     job.do(resume(0))
     smaller = replace(job.round, participants=job.round.participants[:-1])
-    assert not same_participants(job.round, smaller)
-    assert placeholders_replaced(job.round, smaller) is None
+    assert not recovery_reports.same_participants(job.round, smaller)
+    assert recovery_reports.placeholders_replaced(job.round, smaller) is None
 
 
 def test_placeholders_have_names_that_no_node_has():
