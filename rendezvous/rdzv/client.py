@@ -185,9 +185,10 @@ class ControlClient:
                 return
             except grpc.RpcError as failure:
                 error = self._error(failure)
-                cut_at_s = min(cut_at_s, time.monotonic())
+                now_s = time.monotonic()
+                cut_at_s = min(cut_at_s, now_s)
                 unknown = call.code() is grpc.StatusCode.UNIMPLEMENTED
-                lasting = time.monotonic() - cut_at_s > WATCH_TIMEOUT_S
+                lasting = now_s - cut_at_s > WATCH_TIMEOUT_S
                 if unknown or lasting or not isinstance(error, retried):
                     raise error from failure
             finally:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import control_samples
 import grpc
@@ -554,6 +556,28 @@ def test_servers_none_of_which_answers_are_asked_once(monkeypatch: pytest.Monkey
             pytest.raises(RendezvousConnectionError),
         ):
             client.jobs()
+
+
+@pytest.mark.slow
+def test_a_watch_of_a_quiet_job_outlives_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the time without a server counts, not the time without news before."""
+    clock, states = itertools.count(0, 3_600), iter(("running", "stopping"))
+    fake = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None)
+    monkeypatch.setattr("rdzv.client.time", fake)
+
+    class Restarting(FakeControl):
+        def WatchJob(  # noqa: N802
+            self, request: pb.GetStatusRequest, context: grpc.ServicerContext
+        ) -> Iterator[pb.JobStatus]:
+            yield pb.JobStatus(rdzv_id=request.rdzv_id, state=next(states))
+            context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    with (
+        serving(Restarting()) as endpoint,
+        ControlClient(parse_endpoint(endpoint)) as client,
+        closing(client.watch("a")) as watched,  # type: ignore[type-var]
+    ):
+        assert [next(watched).state for _ in range(2)] == ["running", "stopping"]
 
 
 @pytest.mark.slow
