@@ -841,21 +841,39 @@ def test_the_signals_that_end_torchrun_are_noticed_beside_its_own_handler(
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_the_signals_of_a_fork_are_not_those_of_its_parent() -> None:
-    noticed: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+    noticed: list[signal.Signals] = []
     former = signal.signal(signal.SIGTERM, lambda *_: None)
-    stop = watch_signals(noticed.put)
+    stop = watch_signals(noticed.append)
     try:
         child = os.fork()
         if not child:
             os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
         assert os.waitpid(child, 0) == (child, 0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert noticed.get(timeout=60) is signal.SIGTERM
+        (watching,) = (t for t in threading.enumerate() if t.name == "rdzv-signals")
     finally:
         stop()
         signal.signal(signal.SIGTERM, former)
-    assert noticed.empty()
+    watching.join(60)
+    assert noticed == []
+
+
+def test_a_watch_that_is_interrupted_as_it_begins_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread, start: Any = threading.Thread.start) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", start)
+        watch_signals(lambda _: None)
+    started[0].join(60)
+    assert not started[0].is_alive()
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:
@@ -890,14 +908,85 @@ def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
         assert not thread.is_alive()
 
 
-def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
-    """Only the main thread can take the descriptor back; until it does, signals are harmless."""
-    noticed = threading.Event()
+def pipes() -> set[str]:
+    """Return the pipes of this process, by unique names."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(path))  # noqa: PTH115
+    return {name for name in found if name.startswith("pipe:")}
+
+
+def test_a_pipe_is_closed_only_when_its_watch_reads_from_it_no_more() -> None:
+    """A watch that is busy with a signal notices late that it was told to end."""
+    busy, gate = threading.Event(), threading.Event()
+
+    def on_signal(_: signal.Signals) -> None:
+        busy.set()
+        assert gate.wait(60)
+
     former = signal.signal(signal.SIGUSR1, lambda *_: None)
+    former_pipes = pipes()
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
-            first = watch_signals(lambda _: pytest.fail("it has ended"))
+            patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
+            first = watch_signals(on_signal)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert busy.wait(60)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(first).result()
+            late = threading.Timer(0.1, gate.set)
+            late.start()
+            watch_signals(lambda _: None)()
+            late.join()
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    for thread in threading.enumerate():
+        if thread.name == "rdzv-signals":
+            thread.join(60)
+    assert pipes() <= former_pipes
+
+
+def test_a_watch_that_is_being_ended_in_another_thread_is_replaced() -> None:
+    """The data that ends it may not have been written yet."""
+    begun, write = threading.Event(), os.write
+
+    def write_late(fd: int, data: bytes) -> int:
+        begun.set()
+        time.sleep(0.2)
+        return write(fd, data)
+
+    former_pipes = pipes()
+    first = watch_signals(lambda _: None)
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as other:
+        patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
+        patched.setattr(os, "write", write_late)
+        ending = other.submit(first)
+        assert begun.wait(60)
+        second = watch_signals(lambda _: None)
+        ending.result()
+    second()
+    for thread in threading.enumerate():
+        if thread.name == "rdzv-signals":
+            thread.join(60)
+    assert pipes() <= former_pipes
+
+
+def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
+    """Only the main thread can take the descriptor back; until it does, signals are harmless."""
+
+    def watching() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "rdzv-signals"]
+
+    noticed = threading.Event()
+    former = signal.signal(signal.SIGUSR1, lambda *_: None)
+    before, former_pipes = watching(), pipes()
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+            patched.setattr("rdzv.torchrun.signals.LEFT_WITHIN_S", 60)
+            first = watch_signals(lambda _: None)
             with ThreadPoolExecutor(1) as other:
                 other.submit(first).result()
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -907,8 +996,10 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
             second()
     finally:
         signal.signal(signal.SIGUSR1, former)
-    assert len([t for t in threading.enumerate() if t.name == "rdzv-signals"]) == 1
+    for thread in set(watching()) - set(before):
+        thread.join(60)
     assert signal.set_wakeup_fd(-1) == -1
+    assert pipes() <= former_pipes
 
 
 def test_a_node_has_no_part_before_it_joins() -> None:

@@ -13,45 +13,31 @@ import signal
 import threading
 from collections.abc import Callable
 
+_END = 0
+"""The value that ends a watch; no signal has this number."""
 
-class _Reader:
-    """Reads what Python writes into a pipe, in a thread that lasts as long as the process."""
+LEFT_WITHIN_S = 1.0
+"""How long to wait for the thread of a watch that has ended."""
 
-    def __init__(self) -> None:
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self.write_end, False)
-        self.watches: dict[object, tuple[Callable[[signal.Signals], None], set[int]]] = {}
-        """For each watch, what it calls, and for which signals."""
-        threading.Thread(target=self._read, name="rdzv-signals", daemon=True).start()
+_left: dict[int, tuple[int, threading.Thread]] = {}
+"""Pipes to which Python still writes signals although their watch has ended, as a map from the
+write end to the read end and its thread. A watch that ends outside the main thread leaves its pipe
+open, because only the main thread can change the wakeup descriptor, and without an open read end
+Python would print warnings.
+"""
 
-    def _read(self) -> None:
-        while True:
-            for number in os.read(self._read_end, 64):
-                for on_signal, awaited in tuple(self.watches.values()):
-                    if number in awaited:
-                        on_signal(signal.Signals(number))
-
-
-_reader: _Reader | None = None
-"""This process's reader; there is one from the first watch on."""
+_watched: set[int] = set()
+"""The write ends of all pipes to which Python may write signals."""
 
 
 def _in_a_fork() -> None:
-    """Keep a fork, which has no reader's thread, from writing its signals to its parent's pipe."""
-    global _reader  # noqa: PLW0603
-    if _reader is not None:
-        _leave_descriptor(_reader)
-    _reader = None
+    """Keep a fork from writing its signals to its parent's pipe."""
+    present = signal.set_wakeup_fd(-1)
+    if present not in _watched:
+        signal.set_wakeup_fd(present)
 
 
 os.register_at_fork(after_in_child=_in_a_fork)
-
-
-def _leave_descriptor(reader: _Reader) -> None:
-    present = signal.set_wakeup_fd(-1)
-    if present != reader.write_end:
-        # Other code has replaced the descriptor.
-        signal.set_wakeup_fd(present)
 
 
 def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], None]:
@@ -60,24 +46,65 @@ def watch_signals(on_signal: Callable[[signal.Signals], None]) -> Callable[[], N
     Returns the function that ends the watch. Outside the main thread, or if the wakeup descriptor
     is already in use, nothing is watched.
     """
-    global _reader  # noqa: PLW0603
     if not _in_main_thread():
         return lambda: None
-    reader = _reader = _reader or _Reader()
-    former = signal.set_wakeup_fd(reader.write_end, warn_on_full_buffer=False)
-    if former not in (-1, reader.write_end):
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    former = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    if former in _left:
+        _close_left(former)
+    elif former != -1:
         signal.set_wakeup_fd(former)
+        os.close(read_end)
+        os.close(write_end)
         return lambda: None
-    watch = object()
-    reader.watches[watch] = on_signal, _awaited()
+    _watched.add(write_end)
+    awaited = _awaited()
+    leaves_pipe = threading.Event()
+
+    def watch() -> None:
+        while (received := os.read(read_end, 1)[0]) != _END:
+            if received in awaited:
+                on_signal(signal.Signals(received))
+        if not leaves_pipe.is_set():
+            os.close(read_end)
+
+    thread = threading.Thread(target=watch, name="rdzv-signals", daemon=True)
 
     def stop() -> None:
-        reader.watches.pop(watch, None)
-        # Only the main thread can change the descriptor; until it does, signals are read in vain.
-        if _in_main_thread() and not reader.watches:
-            _leave_descriptor(reader)
+        if not _in_main_thread():
+            _left[write_end] = read_end, thread
+            leaves_pipe.set()
+            os.write(write_end, bytes([_END]))
+            return
+        present = signal.set_wakeup_fd(-1)
+        if present != write_end:
+            # Other code has replaced the descriptor.
+            signal.set_wakeup_fd(present)
+        _watched.remove(write_end)
+        os.write(write_end, bytes([_END]))
+        os.close(write_end)
 
+    try:
+        thread.start()
+    except BaseException:
+        # Ctrl-C may have interrupted the start; the thread may be running, and must be ended here.
+        stop()
+        raise
     return stop
+
+
+def _close_left(write_end: int) -> None:
+    """Close a pipe that an ended watch has left open, once its thread no longer reads from it.
+
+    It is not closed earlier, because the thread that ends the watch may still write to it.
+    """
+    read_end, thread = _left.pop(write_end)
+    _watched.remove(write_end)
+    thread.join(LEFT_WITHIN_S)
+    if not thread.is_alive():
+        os.close(write_end)
+        os.close(read_end)
 
 
 def _in_main_thread() -> bool:
