@@ -35,30 +35,30 @@ def text_when(c: Cluster, node: Node, words: str) -> str:
 ENDPOINT = "--rdzv-endpoint=127.0.0.1:1"
 USAGE = [
     ("--nnodes=4:2", "--nnodes=4:2: the minimum 4 is above the maximum 2; swap them?"),
-    ("--nnodes=0", "--nnodes=0: a job needs at least 1 node; raise the minimum"),
-    ("--nnodes=1:99999999999", "--nnodes=1:99999999999 is too large; give at most 1000000"),
-    ("--nnodes=1:" + "9" * 5000, "is too large; give at most 1000000"),
+    ("--nnodes=0", "--nnodes=0: give a whole number from 1 to 1000000"),
+    ("--nnodes=1:99999999999", "--nnodes=99999999999: give a whole number from 1 to 1000000"),
+    ("--nnodes=1:" + "9" * 5000, "999...: give a whole number from 1 to 1000000"),
     ("--nnodes=2", "--nnodes=2 needs a server; start rdzvd and give its address as"),
     (f"--nnodes=2 {ENDPOINT}", "give all nodes of this job the same --rdzv-id=NAME"),
-    ("--nproc-per-node=999999999", "--nproc-per-node=999999999 is too large; give at most"),
-    ("--nproc-per-node=" + "9" * 5000, "is too large; give at most 1000000"),
-    ("--max-restarts=99999999999", "--max-restarts=99999999999 is too large; give at most"),
+    ("--nproc-per-node=999999999", "--nproc-per-node=999999999: give a whole number from 1"),
+    ("--nproc-per-node=" + "9" * 5000, "999...: give a whole number from 1 to 1000000"),
+    ("--max-restarts=99999999999", "--max-restarts=99999999999: give a whole number from 0"),
     ("--no-such-flag", "--no-such-flag is not a flag; see rdzvrun --help"),
     ("--rdzv-conf=garbage", "--rdzv-conf: 'garbage' is not of the form key=value"),
     ("--rdzv-conf==,=", "--rdzv-conf: '=' is not of the form key=value"),
-    ("--rdzv-conf=join_timeout=0", "join_timeout=0 is too short; give at least 0.001 seconds"),
-    ("--rdzv-conf=join_timeout=9e9", "join_timeout=9e9 is too long; give at most 2592000 seconds"),
-    ("--redirects=" + "1" * 5000 + ":1", "is too large; give at most 1000000"),
+    ("--rdzv-conf=join_timeout=0", "join_timeout=0: give a number of seconds from 0.001"),
+    ("--rdzv-conf=join_timeout=9e9", "join_timeout=9e9: give a number of seconds from 0.001"),
+    ("--redirects=" + "1" * 5000 + ":1", "is not of the form LOCAL_RANK:N with N from 0 to 3"),
     (
         "--rdzv-endpoint=head:port --rdzv-id=a",
         "'port' is not a port; a port is a number from 1",
     ),
-    ("--rdzv-id=\udcff", r"--rdzv-id='\udcff' has characters that cannot be printed"),
-    ("--rdzv-id=a\x1b[31m", r"--rdzv-id='a\x1b[31m' has characters that cannot be printed"),
-    ("--node-id=\udcff", r"--node-id='\udcff' has characters that cannot be printed"),
-    ("--role=\udcff", r"--role='\udcff' has characters that cannot be printed"),
-    ("--topology=a\x07b", r"--topology='a\x07b' has characters that cannot be printed"),
-    ("--local-addr=\udcff", r"--local-addr='\udcff' has characters that cannot be printed"),
+    ("--rdzv-id=\udcff", r"--rdzv-id '\udcff' has characters that are not allowed"),
+    ("--rdzv-id=a\x1b[31m", r"--rdzv-id 'a\x1b[31m' has characters that are not allowed"),
+    ("--node-id=\udcff", r"--node-id '\udcff' has characters that are not allowed"),
+    ("--role=\udcff", r"--role '\udcff' has characters that cannot be printed"),
+    ("--topology=a\x07b", r"--topology 'a\x07b' has characters that cannot be printed"),
+    ("--local-addr=\udcff", r"--local-addr '\udcff' has characters that cannot be printed"),
     ("--log-dir=finish", "finish is not a directory; give another"),
     ("--log-dir=finish/a/b", "finish is not a directory; give another"),
 ]
@@ -82,13 +82,7 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(
     assert not any(temporary.iterdir())
 
 
-NAMES = {
-    "--rdzv-id": "rdzv_id",
-    "--node-id": "node_id",
-}
-
-
-@pytest.mark.parametrize("option", NAMES)
+@pytest.mark.parametrize("option", ["--rdzv-id", "--node-id"])
 @pytest.mark.parametrize("value", ["../up", "/etc/x", "..", ".hidden", "a b", "-rf", "ä", LONG])
 def test_a_name_that_would_make_a_strange_path_makes_none(
     alone: Cluster, option: str, value: str
@@ -98,10 +92,10 @@ def test_a_name_that_would_make_a_strange_path_makes_none(
     assert ended.returncode == 2, ended
     if value is LONG:
         # Before any server is asked, and with the prefix of every log line.
-        assert f"{option}={value[:77]}... has {len(value)} characters" in ended.stderr
+        assert f"{option} '{value[:77]}...' has {len(value)} characters" in ended.stderr
         assert "give at most 128" in ended.stderr
     else:
-        assert f"{NAMES[option]} {value[:77]!r}"[:-1] in ended.stderr
+        assert f"{option} {value!r} has characters that are not allowed" in ended.stderr
         assert "use letters, digits and . _ : @ -" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not alone.all_reports()
