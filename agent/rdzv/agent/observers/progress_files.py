@@ -1,10 +1,11 @@
 """Reports the workers' progress, which each writes to the file named by RDZV_PROGRESS_FILE.
 
-A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. The
-files are read once a second, and changes are reported to the server. Progress is for people:
-nothing waits for it, and an error with a file only causes a warning. It decides only one thing, at
-the end of a round: whether the round has progressed beyond the highest step so far. `hang_watch`
-detects files that are no longer being written, if that is requested.
+A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. The files
+are read once a second, more often before the first step of a round, and changes are reported to the
+server. Progress is for people: nothing waits for it, and an error with a file only causes a
+warning. It decides only one thing, at the end of a round: whether the round has progressed beyond
+the highest step so far. `hang_watch` detects files that are no longer being written, if that is
+requested.
 
 The files are in a temporary folder, regardless of --log-dir. A log folder may be on a network disk,
 where a write would cost a worker milliseconds per step, and the agent could hang in a read.
@@ -38,6 +39,8 @@ INTERVAL_MS = 1_000
 """The interval at which the files are read, and reported if they have changed."""
 INTERVAL_MS_PER_NODE = 2
 """The same per node of the round, so that one job's nodes send at most 500 reports a second."""
+FIRST_INTERVAL_MS = 100
+"""The interval until a worker has made its first step of the round, which ends redone work."""
 MAX_BYTES = 64
 """The size limit for a file that contains a step."""
 MAX_STEP = 2**64 - 1
@@ -259,11 +262,15 @@ class ProgressFiles:
             remove_tree(path, self._identity, MAX_FILES)
 
     def _look(self, assignment: Assignment) -> None:
-        pause_ms = max(INTERVAL_MS, INTERVAL_MS_PER_NODE * assignment.group_world_size)
-        loop, now_ms = asyncio.get_running_loop(), self._now_ms()
-        self._timer = loop.call_later(pause_ms / 1000, self._look, assignment)
+        now_ms = self._now_ms()
         if [file for file in self._files if file.look(now_ms, self._identity)]:
             self._report(assignment)
+        if any(file.pace.step is not None for file in self._files):
+            pause_ms = max(INTERVAL_MS, INTERVAL_MS_PER_NODE * assignment.group_world_size)
+        else:
+            pause_ms = FIRST_INTERVAL_MS
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(pause_ms / 1000, self._look, assignment)
 
     def _report(self, assignment: Assignment) -> None:
         now_ms = self._now_ms()
