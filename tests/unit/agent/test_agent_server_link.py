@@ -26,7 +26,7 @@ from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.fence_proofs import FenceProofs
-from rdzv.agent.server_link.link import FINAL_REFUSALS, Identity, ServerLink
+from rdzv.agent.server_link.link import Identity, ServerLink
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, Resources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
@@ -41,7 +41,7 @@ from rdzv.messages import Closed, Holding, Joined, Placed, Refused, TakeStacks, 
 from rdzv.runtime.tasks import beside
 from rdzv.server.rpc.rendezvous_service import HELLO_TIMEOUT_S
 from rdzv.structs import replace
-from rdzv.transport.node_stream import Backoff
+from rdzv.transport.node_stream import FINAL_REFUSALS, Backoff
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
