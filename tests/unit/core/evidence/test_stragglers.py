@@ -11,7 +11,8 @@ from rdzv.core.evidence.stragglers import Pace, Sample, follow
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Arrivals, GroupArrivals, Progress, RankArrivals
 from rdzv.server.sessions.streams import Stream
-from tests.unit.server.test_driver import FakeClock, Server, server
+from rdzv.view.answers import event_in
+from tests.unit.server.test_driver import FakeClock, Server, server, settle
 
 AFTER_MS = 60_000
 
@@ -88,6 +89,10 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
             await clock.advance(5_000)
             say(s, n1, 0, 2.0, 2.0)
         assert s.driver.diagnosis.stragglers.shown(s.state("job-7")) == ()
+        await settle()
+        rows = [event_in(row) for row in await s.driver.history.of("job-7", 1_000)]
+        told = [(row.name, row.fields["rank"]) for row in rows if row.name.startswith("Rank")]
+        assert told == [("RankStraggles", 3), ("RankCaughtUp", 3)]
         lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
         assert lines == [
             "job-7: RANK 3 on n2 straggles: 2 s a step, where the median is 0.5 s",
