@@ -32,10 +32,12 @@ from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Placed, Withdrawn
+from tests.support.agent_jobs import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 100.0
+BUG = ZeroDivisionError("a bug")
+BUG_TOLD = "a bug in its rdzv-agent: ZeroDivisionError('a bug')"
 SUCCEEDED = NodeOutcome(0, "the job has succeeded", result=Result.SUCCEEDED)
 
 
@@ -62,10 +64,7 @@ class Driver:
 
     async def prepare(self) -> None:
         await self._node.ready.wait()
-        if self._node.trouble is not None:
-            raise self._node.trouble
-        self.joined = True
-        self._node.drivers[self.rdzv_id, self.run] = self
+        self.resume()
 
     def resume(self, *_: Any) -> None:
         if self._node.trouble is not None:
@@ -152,7 +151,6 @@ class Node:
         self.trouble: Exception | None = None
         self.made: list[Driver] = []
         self.runners: set[int] = set()
-        self._news = asyncio.Event()
         monkeypatch.setattr(module, "JobDriver", lambda made, _, *more: Driver(self, made, *more))
         monkeypatch.setattr(module, "CLOSE_AGAIN_S", 0.001)
         around = Surroundings("n1", (Endpoint("head", 1),), {"PATH": "/usr/bin:/bin"})
@@ -175,15 +173,12 @@ class Node:
 
     def say_holdings(self) -> None:
         self.said.append(self.held())
-        self._news.set()
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
         self.declined.append((rdzv_id, run, reason))
-        self._news.set()
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
         self.not_now.append((rdzv_id, run, reason))
-        self._news.set()
 
     def say_health(self) -> None:
         self.failing_said.append(describe(self.placements.failing))
@@ -206,8 +201,7 @@ class Node:
 
     def place(self, rdzv_id: str = "job", *args: str, run: str = "r1", **spec: Any) -> None:
         given = {"chdir": str(self.folder), "local_world_size": 1, **spec}
-        made = JobSpec(args=(*args, "/bin/true"), **given)
-        made = JobSpec(args=("--no-python", *made.args), **given)
+        made = JobSpec(args=("--no-python", *args, "/bin/true"), **given)
         self.placements.placed(Placed(rdzv_id, run, made))
 
     def held(self) -> set[str]:
@@ -215,15 +209,8 @@ class Node:
 
     async def driver(self, rdzv_id: str = "job", run: str = "r1") -> Driver:
         """Wait until a job runs."""
-        await self.until(lambda: (rdzv_id, run) in self.drivers)
+        await until(lambda: (rdzv_id, run) in self.drivers)
         return self.drivers[rdzv_id, run]
-
-    async def until(self, holds: Any) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():
-                self._news.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), 0.01)
 
     async def until_free(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -280,7 +267,7 @@ async def test_whatever_is_heard_while_processes_are_killed_hastens_nothing(node
     node.place()
     driver = await node.driver()
     driver.end()
-    await node.until(lambda: driver.closing)
+    await until(lambda: driver.closing)
     node.placements.withdrawn(Withdrawn("job", "r1", "the job has succeeded"))
     node.placements.leave(signal.SIGTERM, "SIGTERM")
     await asyncio.sleep(0.01)
@@ -353,40 +340,33 @@ async def test_trouble_before_it_has_joined_is_declined_and_ends_no_other_job(
     other = await node.driver("other")
     node.trouble = trouble
     node.place()
-    await node.until(lambda: node.held() == {"other"})
+    await until(lambda: node.held() == {"other"})
     assert [(rdzv_id, run) for rdzv_id, run, _ in node.declined] == [("job", "r1")]
     other.end()
     await node.until_free()
     assert len(node.declined) == 1
 
 
-async def test_a_refused_join_is_declined_with_the_servers_reason(node: Node) -> None:
+@pytest.mark.parametrize(
+    ("joined", "end", "failed", "declined"),
+    [
+        pytest.param(
+            False, NodeOutcome(2, "settings differ"), "", ["settings differ"], id="refused"
+        ),
+        pytest.param(True, BUG, BUG_TOLD, [], id="a bug after it has joined"),
+        pytest.param(False, BUG, BUG_TOLD, [BUG_TOLD], id="a bug before it has heard that it has"),
+    ],
+)
+async def test_what_ends_badly_is_said_and_declined_unless_it_has_joined(
+    node: Node, joined: bool, end: NodeOutcome | Exception, failed: str, declined: list[str]
+) -> None:
     node.place()
     driver = await node.driver()
-    driver.joined = False
-    driver.end(NodeOutcome(2, "settings differ"))
+    driver.joined = joined
+    driver.end(end)
     await node.until_free()
-    assert node.declined == [("job", "r1", "settings differ")]
-
-
-async def test_a_bug_after_it_has_joined_is_said_once_its_processes_are_gone(node: Node) -> None:
-    node.place()
-    driver = await node.driver()
-    driver.end(ZeroDivisionError("a bug"))
-    await node.until_free()
-    assert driver.closed == 1
-    assert "ZeroDivisionError" in driver.failed
-    assert node.declined == []
-
-
-async def test_a_bug_before_it_has_heard_that_it_joined_is_said_and_declined(node: Node) -> None:
-    node.place()
-    driver = await node.driver()
-    driver.joined = False
-    driver.end(ZeroDivisionError("a bug"))
-    await node.until_free()
-    assert "ZeroDivisionError" in driver.failed
-    assert [(rdzv_id, run) for rdzv_id, run, _ in node.declined] == [("job", "r1")]
+    assert (driver.closed, driver.failed) == (1, failed)
+    assert node.declined == [("job", "r1", reason) for reason in declined]
 
 
 async def test_what_can_not_be_put_away_holds_up_nothing(node: Node) -> None:
@@ -441,7 +421,7 @@ async def test_who_waits_for_gpus_is_served_in_order(gpu_node: Node) -> None:
         gpu_node.place(name, gpus_per_node=3)
     # They examine their folders in threads; either may finish first.
     queue = gpu_node.placements.ledger
-    await gpu_node.until(lambda: len(queue.waiting) == 2)
+    await until(lambda: len(queue.waiting) == 2)
     order = [held.name for held in queue.waiting]
     holder.end()
     served = await gpu_node.driver(order[0])
@@ -462,7 +442,7 @@ async def test_processes_that_survive_sigkill_keep_their_gpus(gpu_node: Node) ->
 async def test_a_node_of_more_capacity_takes_those_who_wait(node: Node) -> None:
     for name in ("a", "b", "c"):
         node.place(name)
-    await node.until(lambda: len(node.drivers) == 2)
+    await until(lambda: len(node.drivers) == 2)
     (waiting,) = {"a", "b", "c"} - {rdzv_id for rdzv_id, _ in node.drivers}
     node.placements.change(Resources(capacity=3), {"PATH": "/bin", "NEW": "1"})
     driver = await node.driver(waiting)
@@ -491,7 +471,7 @@ async def test_a_job_that_gets_ready_is_withdrawn_at_once(node: Node) -> None:
     node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     await node.until_free()
     node.place()
-    await node.until(lambda: node.made)
+    await until(lambda: node.made)
     node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     await node.until_free()
     assert (node.drivers, node.declined, node.said[-1]) == ({}, [], set())
@@ -501,9 +481,9 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
     gpu_node.place("all", gpus_per_node=3)
     await gpu_node.driver("all")
     gpu_node.place("waits")
-    await gpu_node.until(lambda: gpu_node.placements.ledger.waiting)
+    await until(lambda: gpu_node.placements.ledger.waiting)
     gpu_node.placements.withdrawn(Withdrawn("waits", "r1", "cancelled"))
-    await gpu_node.until(lambda: gpu_node.held() == {"all"})
+    await until(lambda: gpu_node.held() == {"all"})
     assert not gpu_node.placements.ledger.waiting
 
 
@@ -522,7 +502,7 @@ async def test_a_job_that_was_withdrawn_can_be_placed_again(node: Node) -> None:
     node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
     node.place()
     node.may_close.set()
-    await node.until(lambda: node.drivers["job", "r1"] is not first)
+    await until(lambda: node.drivers["job", "r1"] is not first)
     assert first.closed == 1
 
 
@@ -567,7 +547,7 @@ async def test_a_node_without_jobs_has_nothing_to_wait_for(node: Node) -> None:
 async def test_a_node_that_is_not_well_takes_nothing_up_for_now_and_says_why(node: Node) -> None:
     node.check.wrong = "stands still"
     node.place()
-    await node.until(lambda: bool(node.not_now))
+    await until(lambda: bool(node.not_now))
     assert node.not_now == [("job", "r1", "this node is unhealthy: fan stands still")]
     # The server first learns that nothing more may be placed here.
     assert node.failing_said == ["fan stands still"]
@@ -736,7 +716,7 @@ async def test_a_node_that_is_about_to_leave_takes_up_nothing_and_declines_nothi
 ) -> None:
     node.ready.clear()
     node.place("early")
-    await node.until(lambda: node.made)
+    await until(lambda: node.made)
     node.placements.noticed(GIVEN)
     await node.until_free()
     node.place("late")

@@ -45,11 +45,11 @@ from rdzv.transport.node_stream import FINAL_REFUSALS, Backoff
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc
+from tests.support.agent_jobs import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
 IDENTITY = Identity("n1", "instance-1", AgentKind.FOREGROUND, "127.0.0.1", 4711, "1.2.3")
-PATIENCE_S = 100.0
 NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
 
@@ -112,12 +112,17 @@ class Talk:
     async def say(self, leadership: int = 1, **body: object) -> None:
         await self._context.write(pb.ServerMessage(leadership=leadership, **body))  # type: ignore[arg-type]
 
+    async def of_kind(self, kind: str) -> Any:
+        """Skip messages until this kind, and return what it says."""
+        while (message := await self.hear()) is not None:
+            if message.WhichOneof("body") == kind:
+                return getattr(message, kind)
+        raise AssertionError("the node has ended the stream")
+
     async def heartbeat(self) -> int:
         """Skip messages until the next heartbeat; return its number."""
-        while (message := await self.hear()) is not None:
-            if message.HasField("heartbeat"):
-                return message.heartbeat.number
-        raise AssertionError("the node has ended the stream")
+        number: int = (await self.of_kind("heartbeat")).number
+        return number
 
     async def welcome(
         self,
@@ -170,20 +175,25 @@ class Server(rdzv_pb2_grpc.RendezvousServicer):
         async with asyncio.timeout(PATIENCE_S):
             return await self.talks.get()
 
-    async def greet(self, **welcome: int) -> tuple[Talk, pb.Hello]:
-        """Welcome the next stream."""
+    async def greet(self, *jobs: "Job", **welcome: int) -> tuple[Talk, pb.Hello]:
+        """Welcome the next stream, and wait until these jobs have heard of it."""
         talk = await self.talk()
         hello = await talk.hello()
         await talk.welcome(**welcome)
+        for job in jobs:
+            await job.hear(events.ServerConnected)
         return talk, hello
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[Server]:
+async def serve() -> AsyncIterator[Server]:
     served = Server()
     await served.server.start()
     yield served
     await served.server.stop(None)
+
+
+server = pytest.fixture(serve)
+standby = pytest.fixture(serve)
 
 
 class Job:
@@ -233,6 +243,11 @@ class Job:
         return event
 
 
+@pytest.fixture
+def job() -> Job:
+    return Job()
+
+
 def link_to(
     *endpoints: Endpoint, jobs: tuple[Job, ...] = (), backoff: Backoff = HASTY
 ) -> ServerLink:
@@ -253,6 +268,17 @@ async def running(link: ServerLink) -> AsyncIterator["asyncio.Task[None]"]:
         with contextlib.suppress(asyncio.CancelledError):
             async with asyncio.timeout(PATIENCE_S):
                 await task
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    server: Server, *jobs: Job, **welcome: int
+) -> AsyncIterator[tuple[ServerLink, Talk]]:
+    """Run a link for jobs that know that it is connected."""
+    link = link_to(server.endpoint, jobs=jobs)
+    async with running(link):
+        talk, _ = await server.greet(*jobs, **welcome)
+        yield link, talk
 
 
 def deadlines_of_link(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Timeout]:
@@ -277,35 +303,22 @@ def success(round_: int) -> pb.NodeMessage:
 
 
 async def test_a_node_that_knows_one_server_goes_to_the_one_that_it_was_told_of(
-    server: Server,
+    server: Server, standby: Server, job: Job
 ) -> None:
-    standby = Server()
-    await standby.server.start()
-    job = Job()
-    link = link_to(server.endpoint, jobs=(job,))
-    try:
-        async with running(link):
-            talk, _ = await server.greet(lease_ms=1)
-            await talk.say(servers=pb.Servers(addresses=[str(standby.endpoint)]))
-            await job.hear(events.ServerConnected)
-            async with asyncio.timeout(PATIENCE_S):
-                while not link.standby.connected:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-            # Only a connection: that server has no call.
-            assert standby.talks.empty()
-            talk.end(grpc.StatusCode.UNAVAILABLE)
-            await standby.greet(leadership=2)
-            assert not link.standby.connected
-    finally:
-        await standby.server.stop(None)
+    async with connected(server, job, lease_ms=1) as (link, talk):
+        await talk.say(servers=pb.Servers(addresses=[str(standby.endpoint)]))
+        await until(lambda: link.standby.connected)
+        # Only a connection: that server has no call.
+        assert standby.talks.empty()
+        talk.end(grpc.StatusCode.UNAVAILABLE)
+        await standby.greet(leadership=2)
+        assert not link.standby.connected
 
 
 async def test_a_standby_that_points_to_a_dead_leader_or_to_itself_does_no_harm(
-    server: Server,
+    server: Server, standby: Server
 ) -> None:
     """It tells late, or wrong: the node asks the others, and comes to the one that leads."""
-    standby = Server()
-    await standby.server.start()
     gone, itself = "127.0.0.1:1", str(standby.endpoint)
 
     async def misled() -> None:
@@ -313,14 +326,11 @@ async def test_a_standby_that_points_to_a_dead_leader_or_to_itself_does_no_harm(
             talk = await standby.talk()
             talk.end(grpc.StatusCode.FAILED_PRECONDITION, "NotLeaderError", leader=named)
 
-    try:
-        async with running(link_to(server.endpoint, jobs=(Job(),))), beside(misled()):
-            talk, _ = await server.greet(lease_ms=1)
-            await talk.say(servers=pb.Servers(addresses=[itself, gone, "no address:x"]))
-            talk.end(grpc.StatusCode.UNAVAILABLE)
-            await server.greet(leadership=2)
-    finally:
-        await standby.server.stop(None)
+    async with running(link_to(server.endpoint, jobs=(Job(),))), beside(misled()):
+        talk, _ = await server.greet(lease_ms=1)
+        await talk.say(servers=pb.Servers(addresses=[itself, gone, "no address:x"]))
+        talk.end(grpc.StatusCode.UNAVAILABLE)
+        await server.greet(leadership=2)
 
 
 # ------------------------------------------------------------------ what the server asks for
@@ -330,18 +340,15 @@ async def test_stacks_are_asked_of_the_job_that_is_meant_and_refused_for_others(
     server: Server,
 ) -> None:
     job, other = Job(), Job("job-8")
-    async with running(link_to(server.endpoint, jobs=(job, other))):
-        talk, _ = await server.greet()
+    async with connected(server, job, other) as (_, talk):
         wanted = pb.TakeStacks(request=5, rdzv_id="job-7", run="r1", round=2, timeout_ms=900)
         await talk.say(take_stacks=wanted)
         async with asyncio.timeout(PATIENCE_S):
             assert await job.asked.get() == TakeStacks(5, "job-7", "r1", 2, 900)
         await talk.say(take_stacks=pb.TakeStacks(request=6, rdzv_id="job-9"))
-        while (message := await talk.hear()) is not None and not message.HasField("stacks"):
-            pass
-        assert message is not None
-        assert (message.stacks.request, message.stacks.last) == (6, True)
-        assert message.stacks.error == "it no longer takes part in this job"
+        stacks = await talk.of_kind("stacks")
+        assert (stacks.request, stacks.last) == (6, True)
+        assert stacks.error == "it no longer takes part in this job"
         assert other.asked.empty()
 
 
@@ -371,27 +378,23 @@ async def test_the_hello_comes_first_and_says_who_speaks_and_what_is_believed(
         assert await talk.hear_all() == ["succeeded 1"]
 
 
-async def test_the_next_hello_says_what_is_believed_then(server: Server) -> None:
-    job = Job()
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet(leadership=3, incarnation=9)
-        await job.hear(events.ServerConnected)
+async def test_the_next_hello_says_what_is_believed_then(server: Server, job: Job) -> None:
+    async with connected(server, job, leadership=3, incarnation=9) as (link, talk):
         talk.end()
         await job.hear(events.ServerLost)
         job.run = "r1"
         link.say(success(5))
-        talk, hello = await server.greet(leadership=3)
+        again, hello = await server.greet(leadership=3)
         assert hello.beliefs[0].join.run == "r1"
         assert (hello.leadership, hello.incarnation) == (3, 9)
         await job.hear(events.ServerConnected)
         link.say(success(6))
         link.close()
-        assert await talk.hear_all() == ["succeeded 6"]
+        assert await again.hear_all() == ["succeeded 6"]
 
 
 async def test_the_address_is_that_of_the_connection_that_carries_the_hello(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     """It was chosen once, before the network was there, and stayed wrong."""
     unknown = RendezvousConnectionError("cannot tell this node's address: no such host name")
@@ -408,7 +411,6 @@ async def test_the_address_is_that_of_the_connection_that_carries_the_hello(
 
     monkeypatch.setattr(server_link, "local_address", local_address)
     monkeypatch.setattr(server_link, "reachable_host_name", own_name)
-    job = Job()
     link = ServerLink([server.endpoint], replace(IDENTITY, address=""), HASTY)
     link.metrics_at = "{}:9481".format
     link.add(job)
@@ -461,8 +463,7 @@ async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
 ) -> None:
     """Also the first one, whose wait began before the interval was known."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
-    async with running(link_to(server.endpoint, jobs=(Job(),))):
-        talk, _ = await server.greet(interval_ms=100)
+    async with connected(server, Job(), interval_ms=100) as (_, talk):
         for _ in range(3):
             message = await talk.hear()
             assert message is not None
@@ -470,14 +471,11 @@ async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
 
 
 async def test_a_lease_that_has_changed_changes_the_interval(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     """Also for a stream that is already open and gets no Welcome."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 3_600.0)
-    job = Job()
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet(interval_ms=100)
+    async with connected(server, job, interval_ms=100) as (link, talk):
         await talk.say(1, lease=pb.Lease(lease_ms=3_600_000, heartbeat_interval_ms=200))
         await job.hear(events.Ticked)
         while link.outbox.heartbeat_interval_s != 0.2:
@@ -538,9 +536,7 @@ async def test_the_time_that_a_connection_takes_is_none_of_the_fences(server: Se
     with proxy_to(server.endpoint.host, server.endpoint.port) as way:
         way.black_hole()
         async with running(link_to(parse_endpoint(way.endpoint), jobs=(job,))):
-            async with asyncio.timeout(PATIENCE_S):
-                while not way.connections:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda: way.connections)
             connected_ms = boottime_ms()
             way.restore()
             await server.greet()
@@ -554,8 +550,7 @@ async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
     reads = itertools.count(1)
     monkeypatch.setattr(fence_proofs, "boottime_ms", lambda: next(reads))
     job = Job(fence_after_ms=FENCED_MS)
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet(interval_ms=100)
+    async with connected(server, job, interval_ms=100) as (_, talk):
         assert await job.renewed() == 1
         first, last = await talk.heartbeat(), await talk.heartbeat()
         await talk.say(heard=pb.Heard(number=first))
@@ -567,9 +562,7 @@ async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
 
 async def test_the_servers_clock_is_known_from_an_answer_that_was_asked_for(server: Server) -> None:
     job = Job("job-1")
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet()
+    async with connected(server, job) as (link, talk):
         link.ask_clock()
         while not (number := await talk.heartbeat()):
             pass
@@ -586,8 +579,7 @@ async def test_the_servers_clock_is_known_from_an_answer_that_was_asked_for(serv
 async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> None:
     """A message that the server sends unasked may have been on its way for long."""
     job = Job(fence_after_ms=FENCED_MS)
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet(leadership=5)
+    async with connected(server, job, leadership=5) as (_, talk):
         await job.renewed()
         number = await talk.heartbeat()
         await talk.say(leadership=5, heard=pb.Heard(number=number + 1))
@@ -602,9 +594,7 @@ async def test_nothing_else_proves_that_the_node_is_heard(server: Server) -> Non
 @pytest.mark.slow
 async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
     job = Job(fence_after_ms=FENCED_MS)
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet(interval_ms=100)
+    async with connected(server, job, interval_ms=100) as (link, talk):
         await talk.heartbeat()
 
         async def chat() -> None:
@@ -621,8 +611,7 @@ async def test_heartbeats_go_out_whatever_else_is_said(server: Server) -> None:
 async def test_a_server_that_answers_no_more_is_tried_anew(server: Server) -> None:
     """Long before a ping would notice, to leave a chance before the fence."""
     job = Job(fence_after_ms=1_500)
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
+    async with connected(server, job) as (_, talk):
         await job.renewed()
         await talk.heartbeat()
         again, _ = await server.greet()
@@ -646,8 +635,7 @@ async def test_a_fence_too_close_to_the_lease_is_refused_for_its_job(server: Ser
 
 async def test_each_job_hears_what_is_about_it(server: Server) -> None:
     first, second = Job("job-1"), Job("job-2")
-    async with running(link_to(server.endpoint, jobs=(first, second))):
-        talk, _ = await server.greet()
+    async with connected(server, first, second) as (_, talk):
         await talk.say(joined=pb.Joined(rdzv_id="job-3", run="r3"))
         await talk.say(joined=pb.Joined(rdzv_id="job-1", run="r1", run_number=1))
         await talk.say(waiting=pb.Waiting(rdzv_id="job-2", reason="waiting for 1 more node"))
@@ -658,23 +646,20 @@ async def test_each_job_hears_what_is_about_it(server: Server) -> None:
         assert (first.notes, second.notes) == ([], ["waiting for 1 more node"])
 
 
-async def test_a_deposed_server_changes_nothing(server: Server) -> None:
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet(leadership=5)
-        await job.hear(events.ServerConnected)
+async def test_a_deposed_server_changes_nothing(server: Server, job: Job) -> None:
+    async with connected(server, job, leadership=5) as (_, talk):
         await talk.say(
             leadership=4, closed=pb.Closed(rdzv_id="job-7", run="r1", result=pb.RESULT_FAILED)
         )
         await job.hear(events.ServerLost)
-        talk = await server.talk()
-        assert (await talk.hello()).leadership == 5
-        await talk.welcome(leadership=4)
+        older = await server.talk()
+        assert (await older.hello()).leadership == 5
+        await older.welcome(leadership=4)
         await job.hear(events.ServerLost)
-        talk, hello = await server.greet(leadership=6)
+        newer, hello = await server.greet(leadership=6)
         assert hello.leadership == 5
         await job.hear(events.ServerConnected)
-        await talk.say(leadership=6, closed=pb.Closed(rdzv_id="job-7", run="r1"))
+        await newer.say(leadership=6, closed=pb.Closed(rdzv_id="job-7", run="r1"))
         closed = await job.hear(Closed)
         assert closed == Closed("job-7", "r1", Ended(Result.FAILED, ""))
     closings = [event for event in job.everything if isinstance(event, Closed)]
@@ -704,48 +689,41 @@ async def test_a_refused_hello_is_refused_for_every_job(server: Server, code: st
 @pytest.mark.parametrize(
     "code", [*sorted(ERRORS.keys() - FINAL_REFUSALS - {STRANGER}), "", "UnheardOfError"]
 )
-async def test_anything_else_is_tried_again(server: Server, code: str) -> None:
-    job = Job()
+async def test_anything_else_is_tried_again(server: Server, code: str, job: Job) -> None:
     error = ERRORS.get(code)
     status = grpc.StatusCode[error.grpc_status] if error else grpc.StatusCode.UNAVAILABLE
     async with running(link_to(server.endpoint, jobs=(job,))):
         for _ in range(2):
             (await server.talk()).end(status, code, "not now")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     assert {type(event) for event in job.everything} == {events.ServerLost, events.ServerConnected}
 
 
-async def test_who_was_let_in_once_waits_for_a_token_that_is_renewed(server: Server) -> None:
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
+async def test_who_was_let_in_once_waits_for_a_token_that_is_renewed(
+    server: Server, job: Job
+) -> None:
+    async with connected(server, job) as (_, talk):
         talk.end(grpc.StatusCode.UNAUTHENTICATED, STRANGER, "token 1a2b has expired")
         (await server.talk()).end(grpc.StatusCode.UNAUTHENTICATED, STRANGER, "it has expired")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     assert {type(event) for event in job.everything} == {events.ServerLost, events.ServerConnected}
 
 
-async def test_what_is_refused_for_now_is_said_again_later(server: Server) -> None:
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
+async def test_what_is_refused_for_now_is_said_again_later(server: Server, job: Job) -> None:
+    async with connected(server, job) as (_, talk):
         await talk.say(
             refused=pb.Refused(rdzv_id="job-7", code="LimitExceededError", message="too many")
         )
         lost = await job.hear(events.ServerLost)
         assert lost == events.ServerLost("the server refused for now: too many")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     assert Refused not in {type(event) for event in job.everything}
 
 
 async def test_a_refusal_that_is_repeated_after_each_welcome_is_said_once(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, job: Job
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.agent")
-    job = Job()
 
     async def lost(text: str) -> None:
         while text not in (await job.hear(events.ServerLost)).reason:  # type: ignore[attr-defined]
@@ -758,16 +736,14 @@ async def test_a_refusal_that_is_repeated_after_each_welcome_is_said_once(
             refused = pb.Refused(rdzv_id="job-7", code="UnreachableNodeError", message="twice")
             await talk.say(refused=refused)
             await lost("twice")
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+        talk, _ = await server.greet(job)
         for _ in range(2):
             talk.end()
             talk = await server.talk()
             await talk.hello()
         talk.end()
         await lost("ended the stream")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     first, second, found = (one.message for one in caplog.records if one.name == "rdzv.agent")
     assert first.startswith("the server refused for now: twice; retrying until a server admits")
     assert second.startswith("the server ended the stream; retrying until a server admits")
@@ -791,37 +767,32 @@ async def test_a_server_that_welcomes_and_then_hangs_up_is_not_asked_without_a_p
     assert pauses[:5] == [0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-async def test_a_stream_that_stood_for_long_is_opened_again_at_once(server: Server) -> None:
+async def test_a_stream_that_stood_for_long_is_opened_again_at_once(
+    server: Server, job: Job
+) -> None:
     def fail(*_: float) -> float:
         raise AssertionError("it waits")
 
-    job = Job()
     backoff = Backoff(steady_s=0.0, spread=fail)
     async with running(link_to(server.endpoint, jobs=(job,), backoff=backoff)):
         for _ in range(4):
-            talk, _ = await server.greet()
-            await job.hear(events.ServerConnected)
+            talk, _ = await server.greet(job)
             talk.end()
 
 
 # ------------------------------------------------------------------ servers that are not there
 
 
-async def test_servers_are_tried_in_turn(server: Server) -> None:
-    job = Job()
+async def test_servers_are_tried_in_turn(server: Server, job: Job) -> None:
     async with running(link_to(NOBODY, NOBODY, server.endpoint, jobs=(job,))):
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     lost = [event for event in job.everything if isinstance(event, events.ServerLost)]
     assert len(lost) == 2
     assert "127.0.0.1:9" in lost[0].reason
 
 
-async def test_a_server_that_dies_is_lost_and_found(server: Server) -> None:
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+async def test_a_server_that_dies_is_lost_and_found(server: Server, job: Job) -> None:
+    async with connected(server, job) as (_, talk):
         await server.server.stop(None)
         await job.hear(events.ServerLost)
         assert talk.over.is_set()
@@ -829,33 +800,28 @@ async def test_a_server_that_dies_is_lost_and_found(server: Server) -> None:
         rdzv_pb2_grpc.add_RendezvousServicer_to_server(server, another)
         assert another.add_insecure_port(str(server.endpoint)) == server.endpoint.port
         await another.start()
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
         await another.stop(None)
 
 
 async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     deadlines = deadlines_of_link(monkeypatch)
-    job = Job()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = Endpoint("127.0.0.1", mute.getsockname()[1])
         async with running(link_to(endpoint, server.endpoint, jobs=(job,))):
-            while not deadlines:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            await until(lambda: deadlines)
             deadlines[0].reschedule(asyncio.get_running_loop().time())
-            await server.greet()
-            await job.hear(events.ServerConnected)
+            await server.greet(job)
     assert job.everything[0] == events.ServerLost(f"no answer from {endpoint} within 60 s")
 
 
 async def test_a_server_with_thousands_of_nodes_may_take_longer_to_answer(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     """Nodes that gave up too soon would make a busy server busier. Their lease says how many."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 0.1)
-    job = Job()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = Endpoint("127.0.0.1", mute.getsockname()[1])
         link = ServerLink((endpoint,), replace(IDENTITY, lease_ms=5_100), HASTY)
@@ -877,15 +843,13 @@ def test_a_server_waits_for_a_hello_as_long_as_ten_thousand_nodes_wait_for_its_a
 
 
 async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, job: Job
 ) -> None:
     """It was a silent prompt for 20 s, and then gRPC's own words."""
     monkeypatch.setattr(server_link, "SILENT_S", 0.0)
     caplog.set_level(logging.INFO, "rdzv.agent")
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        await server.greet()
-        await job.hear(events.ServerConnected)
+    async with connected(server, job):
+        pass
     # gRPC may log that it lost an earlier test's event loop.
     silent, found = (one.message for one in caplog.records if one.name == "rdzv.agent")
     assert silent.startswith(f"no answer from {server.endpoint} within 0 s: the server may be")
@@ -897,60 +861,49 @@ async def test_the_user_hears_that_a_server_is_silent_before_it_is_given_up(
 
 
 async def test_a_stream_without_a_welcome_is_given_up(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     deadlines = deadlines_of_link(monkeypatch)
-    job = Job()
     async with running(link_to(server.endpoint, jobs=(job,))):
         silent = await server.talk()
         deadlines[0].reschedule(asyncio.get_running_loop().time())
         await job.hear(events.ServerLost)
         async with asyncio.timeout(PATIENCE_S):
             await silent.over.wait()
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
 
 
 async def test_a_server_that_says_goodbye_before_the_welcome_is_tried_again(
-    server: Server,
+    server: Server, job: Job
 ) -> None:
-    job = Job()
     async with running(link_to(server.endpoint, jobs=(job,))):
         talk = await server.talk()
         await talk.hello()
         talk.end()
         assert await job.hear(events.ServerLost) == events.ServerLost("the server ended the stream")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
 
 
 async def test_the_user_hears_once_that_it_is_lost_and_once_that_it_is_back(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, job: Job
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.agent")
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+    async with connected(server, job) as (_, talk):
         assert caplog.messages == []
         talk.end()
         for _ in range(4):
             (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", "it is gone")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     lost, found = caplog.messages
     assert "retrying" in lost
     assert found == f"connected to the server at {server.endpoint} again"
 
 
 async def test_each_cause_of_a_missing_stream_is_in_the_log_once(
-    server: Server, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture, job: Job
 ) -> None:
     caplog.set_level(logging.INFO, "rdzv.agent")
-    job = Job()
-    async with running(link_to(server.endpoint, jobs=(job,))):
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+    async with connected(server, job) as (_, talk):
         talk.end()
         for why in (
             "admitted after 4 s",
@@ -960,8 +913,7 @@ async def test_each_cause_of_a_missing_stream_is_in_the_log_once(
         ):
             (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", why)
         (await server.talk()).end(grpc.StatusCode.UNAVAILABLE, "", "not heard, after 28 s")
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
     *lost, _ = caplog.messages
     causes = [message.partition(";")[0] for message in lost]
     assert len(causes) == 3
@@ -985,8 +937,7 @@ async def test_all_that_was_said_is_sent_before_the_end(server: Server) -> None:
             await task
 
 
-async def test_a_link_that_is_closed_between_two_attempts_ends() -> None:
-    job = Job()
+async def test_a_link_that_is_closed_between_two_attempts_ends(job: Job) -> None:
     link = link_to(NOBODY, jobs=(job,), backoff=Backoff(first_s=3_600.0, max_s=3_600.0))
     async with running(link) as task:
         await job.hear(events.ServerLost)
@@ -1031,32 +982,25 @@ async def test_a_job_that_fails_is_not_swallowed(server: Server) -> None:
 
 
 async def test_a_stream_that_is_too_slow_is_opened_anew(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     monkeypatch.setattr(outbox, "OUTBOX_MESSAGES", 5)
-    job = Job()
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+    async with connected(server, job) as (link, talk):
         for round_ in range(7):
             link.say(success(round_))
         await job.hear(events.ServerLost)
         async with asyncio.timeout(PATIENCE_S):
             await talk.over.wait()
-        await server.greet()
-        await job.hear(events.ServerConnected)
+        await server.greet(job)
 
 
 async def test_a_stream_that_is_too_slow_is_given_up_at_the_end(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     monkeypatch.setattr(outbox, "OUTBOX_MESSAGES", 5)
-    job = Job()
     link = link_to(server.endpoint, jobs=(job,))
     async with running(link) as task:
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+        talk, _ = await server.greet(job)
         heartbeat = await talk.hear()
         assert heartbeat is not None
         for round_ in range(5):
@@ -1188,9 +1132,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
 @pytest.mark.slow
 async def test_heartbeats_go_out_though_something_always_waits_to_be_sent(server: Server) -> None:
     job = Job(fence_after_ms=FENCED_MS)
-    link = link_to(server.endpoint, jobs=(job,))
-    async with running(link):
-        talk, _ = await server.greet(interval_ms=100)
+    async with connected(server, job, interval_ms=100) as (link, talk):
         await talk.heartbeat()
 
         async def chat() -> None:
@@ -1240,14 +1182,6 @@ class Placements:
             return await self.heard.get()
 
 
-async def of_kind(talk: Talk, kind: str) -> pb.NodeMessage:
-    """Skip messages until this kind."""
-    while (message := await talk.hear()) is not None:
-        if message.WhichOneof("body") == kind:
-            return message
-    raise AssertionError("the node has ended the stream")
-
-
 async def test_who_takes_no_submitted_jobs_says_nothing_of_resources(server: Server) -> None:
     async with running(link_to(server.endpoint)):
         talk, hello = await server.greet()
@@ -1268,9 +1202,9 @@ async def test_the_hello_says_what_a_node_has_and_holds(server: Server) -> None:
         assert [(held.rdzv_id, held.gpus) for held in hello.holdings.holdings] == [("job-1", 1)]
         link.placements.held = ()
         link.say_holdings()
-        assert not (await of_kind(talk, "holdings")).holdings.holdings
+        assert not (await talk.of_kind("holdings")).holdings
         link.decline("job-7", "r1", "no such folder")
-        declined = (await of_kind(talk, "declined")).declined
+        declined = await talk.of_kind("declined")
         assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no such folder")
 
 
@@ -1282,10 +1216,10 @@ async def test_what_is_wrong_with_a_node_is_told_at_once_and_in_each_hello(serve
         assert not hello.health.failing
         placements.failing = (FailingCheck("disk /", "is full"),)
         link.say_health()
-        (told,) = (await of_kind(talk, "health")).health.failing
+        (told,) = (await talk.of_kind("health")).failing
         assert (told.name, told.reason) == ("disk /", "is full")
         link.decline_for_now("job-7", "r1", "it is full")
-        declined = (await of_kind(talk, "declined")).declined
+        declined = await talk.of_kind("declined")
         assert (declined.reason, declined.passing) == ("it is full", True)
         await talk.say(look_again=pb.LookAgain())
         assert await placements.hear() == "look again"
@@ -1294,7 +1228,7 @@ async def test_what_is_wrong_with_a_node_is_told_at_once_and_in_each_hello(serve
         assert [check.name for check in hello.health.failing] == ["disk /"]
         placements.failing = ()
         link.say_health()
-        assert not (await of_kind(talk, "health")).health.failing
+        assert not (await talk.of_kind("health")).failing
 
 
 async def test_placements_and_withdrawals_go_to_who_takes_up_jobs(server: Server) -> None:
@@ -1362,21 +1296,12 @@ async def test_what_was_declined_without_a_stream_is_declined_when_there_is_one(
     link.decline("job-7", "r1", "no such folder: /data")
     async with running(link):
         talk, _ = await server.greet()
-        message = await talk.hear()
-        while message is not None and not message.HasField("declined"):
-            message = await talk.hear()
-        assert message is not None
-        assert (message.declined.run, message.declined.reason) == ("r1", "no such folder: /data")
+        declined = await talk.of_kind("declined")
+        assert (declined.run, declined.reason) == ("r1", "no such folder: /data")
         await talk.say(withdrawn=pb.Withdrawn(rdzv_id="job-7", run="r1"))
         await talk.say(round_completed=pb.Assignment(rdzv_id="gone", run="r2", round=5))
-        while message is not None and not message.HasField("leave"):
-            message = await talk.hear()
-        assert message is not None
-        assert (message.leave.rdzv_id, message.leave.run, message.leave.left_round) == (
-            "gone",
-            "r2",
-            5,
-        )
+        leave = await talk.of_kind("leave")
+        assert (leave.rdzv_id, leave.run, leave.left_round) == ("gone", "r2", 5)
         talk.end(grpc.StatusCode.UNAVAILABLE)
         talk, _ = await server.greet()
         await talk.say(round_completed=pb.Assignment(rdzv_id="gone", run="r3", round=6))
@@ -1401,22 +1326,17 @@ async def test_a_job_that_has_left_is_not_believed_in_any_more(server: Server) -
 
 
 async def test_a_hello_is_said_again_at_once_and_no_job_takes_it_for_a_loss(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     monkeypatch.setattr(server_link, "RENEWAL_MS", 200)
-    job = Job()
     link = link_to(server.endpoint, jobs=(job,))
     link.placements = Placements()
     async with running(link):
-        talk, _ = await server.greet()
-        await job.hear(events.ServerConnected)
+        talk, _ = await server.greet(job)
         link.placements.resources = Resources(cpus=8, capacity=3)
         link.say_hello_again()
         link.say_hello_again()
-        message = await talk.hear()
-        while message is not None and not message.HasField("away"):
-            message = await talk.hear()
-        assert message is not None, "its seats would be lost"
+        await talk.of_kind("away")  # Otherwise its seats would be lost.
         _, hello = await server.greet()
         assert hello.resources.capacity == 3
         await job.hear(events.ServerConnected)
@@ -1471,7 +1391,7 @@ async def test_the_nodes_own_wish_is_told_and_is_in_every_hello(server: Server) 
     async with running(link):
         talk, _ = await server.greet()
         link.drain_node(3_600_000, "preempted")
-        draining = (await of_kind(talk, "draining")).draining
+        draining = await talk.of_kind("draining")
         assert (draining.reason, draining.number, draining.own) == ("preempted", 0, True)
         assert 0 < draining.left_ms <= 3_600_000
         await job.hear(events.NoticeGiven)
