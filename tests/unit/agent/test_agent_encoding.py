@@ -10,13 +10,11 @@ from rdzv.agent.core.model import AgentState, JobTerms, Leaving, Phase
 from rdzv.agent.server_link import encoding
 from rdzv.core import commands as asked
 from rdzv.core import model
-from rdzv.core.commands import Decline
-from rdzv.core.fleet.node_resources import Gpu, Resources
 from rdzv.core.root_cause import MAX_FAILURES
-from rdzv.messages import Announcement, Closed, Holding, Holdings, Joined, RoundOver, Said
+from rdzv.messages import Announcement, Closed, RoundOver, Said
 from rdzv.server import wire
-from rdzv.structs import replace
-from rdzv.transport.wire import read, write
+from rdzv.structs import as_dict, replace
+from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
 
 SETTINGS = model.Settings(
@@ -59,6 +57,23 @@ LINE = model.Assignment(
 NOW_MS = 10_000
 FAILURE = model.Failure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
 KILLED = model.Failure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
+MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
+SNAPSHOTS = (
+    model.Snapshot(0, MARK, 1, 1 << 30, "f00"),
+    model.Snapshot(1, MARK, 0, 7, "f01", copy_of=0),
+)
+WHOLE_LINE = replace(
+    LINE,
+    tally=model.Tally(model.Spent(1, 2, 3, 4, 500), (NOW_MS - 70_005, NOW_MS - 1_005)),
+    kept=(0, 3),
+    source=0,
+    resume_step=0,
+    charged_suspects=(1,),
+    snapshot=MARK,
+    snapshot_loads=1,
+    origin=1,
+    lineage=2,
+)
 LEAVING = Leaving(model.LeaveCause.SIGNAL, "its agent received SIGTERM", 143)
 SPEAKER = wire.Speaker("n1", 12)
 
@@ -73,13 +88,22 @@ def heard(message: pb.NodeMessage) -> asked.Command:
     return command
 
 
+def joined(
+    say: commands.SayJoin, state: AgentState, *, reuse: bool = True, **given: Any
+) -> asked.Join:
+    join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=not reuse, **given)
+    command = heard(pb.NodeMessage(join=join))
+    assert isinstance(command, asked.Join)
+    return command
+
+
 # ------------------------------------------------------------------ what the agent says
 
 
 def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> None:
-    say = commands.SayJoin("r1", 5, (FAILURE, KILLED))
-    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=True)
-    assert heard(pb.NodeMessage(join=join)) == asked.Join(
+    kept = (model.KeptWorker(0), model.KeptWorker(3, 7, True, 1, 2, 0))
+    say = commands.SayJoin("r1", 5, (FAILURE, KILLED), kept=kept)
+    assert joined(say, AgentState(JOB, snapshots=SNAPSHOTS), reuse=False) == asked.Join(
         "n1",
         12,
         "r1",
@@ -88,6 +112,8 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
         left_round=5,
         failures=(FAILURE, REPORTED_KILL),
         refuse_reuse=True,
+        kept=kept,
+        snapshots=SNAPSHOTS,
     )
 
 
@@ -106,10 +132,7 @@ def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
 ) -> None:
     state = AgentState(JOB, run="r1", assignment=LINE, left_round=5, moved=moved)
     say = commands.SayJoin("r1", 5, (), moved=moved)
-    join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
-    command = heard(pb.NodeMessage(join=join))
-    assert isinstance(command, asked.Join)
-    assert command.moved == moved
+    assert joined(say, state).moved == moved
     belief = belief_of(state)
     *_, again = wire.belief_of(belief, SPEAKER, NOW_MS).commands
     assert isinstance(again, asked.Join)
@@ -120,9 +143,7 @@ def test_a_jobs_secret_is_said_with_all_that_asks_for_a_place() -> None:
     state = AgentState(JOB, run="r1", assignment=LINE)
     secret = "0123456789abcdef"
     say = commands.SayJoin("", None, ())
-    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False, secret=secret)
-    command = heard(pb.NodeMessage(join=join))
-    assert isinstance(command, asked.Join)
+    command = joined(say, AgentState(JOB), secret=secret)
     belief = belief_of(state, secret=secret)
     resume = wire.belief_of(belief, SPEAKER, NOW_MS).commands[0]
     assert isinstance(resume, asked.Join | asked.Resume)
@@ -133,21 +154,13 @@ def test_a_node_that_was_fenced_says_how_long_its_workers_are_dead() -> None:
     state = AgentState(JOB, run="r1", left_round=5, fenced=True, stopping_since_ms=NOW_MS - 22_000)
     for fenced, age_ms in ((True, 22_000), (False, 0)):
         say = commands.SayJoin("r1", 5, (), fenced=fenced)
-        join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False)
-        command = heard(pb.NodeMessage(join=join))
-        assert isinstance(command, asked.Join)
+        command = joined(say, state)
         assert (command.fenced, command.fenced_age_ms) == (fenced, age_ms)
 
 
 def test_a_fresh_join_names_no_round() -> None:
     say = commands.SayJoin("", None, ())
-    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
-    assert heard(pb.NodeMessage(join=join)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
-
-
-@pytest.mark.parametrize("forks", [None, False, True])
-def test_a_server_without_a_running_round_says_nothing_of_zygotes(forks: bool | None) -> None:
-    assert told(Joined("job", "r1", 2, forks)) == Joined("job", "r1", 2, forks)
+    assert joined(say, AgentState(JOB)) == asked.Join("n1", 12, "", SETTINGS, OFFER)
 
 
 @pytest.mark.parametrize("left_round", [None, 0])
@@ -156,20 +169,11 @@ def test_a_node_that_leaves_a_round_prepares_nothing_that_others_wait_for(
 ) -> None:
     state = AgentState(JOB, run="r1", left_round=left_round)
     say = commands.SayJoin("r1", left_round, ())
-    join = encoding.join(say, state, OFFER, NOW_MS, refuse_reuse=False, preparing=True)
+    command = joined(say, state, preparing=True)
+    # Round 0 is a round that can be left.
+    assert command.left_round == left_round
     belief = belief_of(state, preparing=True)
-    assert join.preparing == belief.join.preparing == (left_round is None)
-    command = heard(pb.NodeMessage(join=join))
-    assert isinstance(command, asked.Join)
-    assert command.preparing == (left_round is None)
-
-
-def test_round_0_is_a_round_that_can_be_left() -> None:
-    say = commands.SayJoin("r1", 0, ())
-    join = encoding.join(say, AgentState(JOB), OFFER, NOW_MS, refuse_reuse=False)
-    command = heard(pb.NodeMessage(join=join))
-    assert isinstance(command, asked.Join)
-    assert command.left_round == 0
+    assert command.preparing == belief.join.preparing == (left_round is None)
 
 
 @pytest.mark.parametrize(
@@ -199,22 +203,11 @@ def test_every_cause_to_leave_can_be_said(cause: model.LeaveCause) -> None:
 
 
 def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
-    failure = replace(FAILURE, message="no file caf\udce9", traceback="caf\udce9")
-    fail = heard(encoding.report(asked.Fail("n1", 0, "r1", 5, (failure,)), "job-7", NOW_MS))
-    assert isinstance(fail, asked.Fail)
-    assert fail.failures[0].message == r"no file caf\udce9"
-    assert fail.failures[0].traceback == r"caf\udce9"
-    leave = heard(
-        encoding.report(
-            asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, "no folder caf\udce9"), "job-7"
-        )
-    )
-    assert isinstance(leave, asked.Leave)
-    assert leave.reason == r"no folder caf\udce9"
-    say = asked.ReportStoreHost("n1", 0, "r1", 5, "caf\udce9")
-    store = heard(encoding.report(say, "job-7", NOW_MS))
-    assert isinstance(store, asked.ReportStoreHost)
-    assert store.reason == r"caf\udce9"
+    say = asked.ReportStoreHost("n1", 12, "r1", 5, "no file caf\udce9")
+    written = replace(say, reason=r"no file caf\udce9")
+    assert heard(encoding.report(say, "job-7", NOW_MS)) == written
+    belief = belief_of(replace(REJOINING, store_host_failed=say.reason))
+    assert written in wire.belief_of(belief, SPEAKER, NOW_MS).commands
 
 
 # ------------------------------------------------------------------ what a node believes
@@ -222,21 +215,18 @@ def test_names_with_bytes_that_are_no_characters_can_be_told() -> None:
 IN_ROUND = AgentState(JOB, run="r1", assignment=LINE, workers_gone=False)
 REJOINING = AgentState(JOB, run="r1", assignment=LINE, left_round=5, failures=(FAILURE,))
 REPORT_OF_ROUND = model.RecoveryReport(LINE, SETTINGS, OFFER)
+REJOINED = asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (FAILURE,), recovery=REPORT_OF_ROUND)
 RESUME = asked.Resume("n1", 12, "r1", 5, REPORT_OF_ROUND)
 FAIL = asked.Fail("n1", 12, "r1", 5, (FAILURE,))
 LEAVE = asked.Leave("n1", 12, "r1", model.LeaveCause.SIGNAL, LEAVING.reason)
 
 BELIEFS = {
     "a fresh node": (AgentState(JOB), False, (asked.Join("n1", 12, "", SETTINGS, OFFER),)),
-    "admitted": (
-        AgentState(JOB, run="r1"),
-        False,
-        (asked.Join("n1", 12, "r1", SETTINGS, OFFER),),
-    ),
+    "admitted": (AgentState(JOB, run="r1"), False, (asked.Join("n1", 12, "r1", SETTINGS, OFFER),)),
     "rejoining": (
         REJOINING,
         False,
-        (asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (FAILURE,), recovery=REPORT_OF_ROUND),),
+        (REJOINED,),
     ),
     "rejoining after its store host failed": (
         replace(REJOINING, store_host_failed="died"),
@@ -244,7 +234,7 @@ BELIEFS = {
         (
             RESUME,
             asked.ReportStoreHost("n1", 12, "r1", 5, "died"),
-            asked.Join("n1", 12, "r1", SETTINGS, OFFER, 5, (FAILURE,), recovery=REPORT_OF_ROUND),
+            REJOINED,
         ),
     ),
     "running": (replace(IN_ROUND, phase=Phase.RUNNING), True, (RESUME,)),
@@ -263,6 +253,21 @@ BELIEFS = {
         True,
         (RESUME, LEAVE),
     ),
+    "leaving without workers": (
+        replace(IN_ROUND, phase=Phase.LEAVING, leaving=LEAVING, left_round=5, workers_gone=True),
+        False,
+        (RESUME, replace(LEAVE, left_round=5)),
+    ),
+    "leaving before a round": (
+        AgentState(JOB, run="r1", phase=Phase.LEAVING, leaving=LEAVING),
+        False,
+        (LEAVE,),
+    ),
+    "with all of a round": (
+        replace(REJOINING, assignment=WHOLE_LINE),
+        False,
+        (replace(REJOINED, recovery=replace(REPORT_OF_ROUND, assignment=WHOLE_LINE)),),
+    ),
 }
 
 
@@ -279,7 +284,7 @@ def test_the_server_learns_all_that_it_missed(
     state: AgentState, has_workers: bool, expected: tuple[asked.Command, ...]
 ) -> None:
     found = wire.belief_of(belief_of(state), SPEAKER, NOW_MS)
-    assert found.commands == expected
+    assert as_dict(found.commands) == as_dict(expected)
     assert found.has_workers == has_workers
     assert (found.rdzv_id, found.run) == ("job-7", state.run)
     assert found.round == (state.assignment.round if state.assignment else None)
@@ -329,22 +334,6 @@ def told(announced: Announcement) -> Announcement | None:
     """Return what a node hears, by bytes, of what the server tells it."""
     message = wire.server_message([announced], 3, "1.2", NOW_MS)
     return encoding.announcement(pb.ServerMessage.FromString(message.SerializeToString()), NOW_MS)
-
-
-def test_what_a_node_has_and_holds_is_said_in_full() -> None:
-    has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
-    assert write(pb.Resources(), has) == pb.Resources(
-        cpus=8,
-        memory_bytes=64,
-        gpus=[pb.Gpu(uuid="GPU-a", name="H100", memory_bytes=80)],
-        labels=[pb.Label(name="gpu", value="h100")],
-        capacity=2,
-        topology="rack-1",
-    )
-    held = encoding.report(Holdings((Holding("job-7", "r1", 4),))).holdings
-    assert held == pb.Holdings(holdings=[pb.Holding(rdzv_id="job-7", run="r1", gpus=4)])
-    declined = encoding.report(Decline("", "r1", "no folder \udcff"), "job-7").declined
-    assert declined == pb.Declined(rdzv_id="job-7", run="r1", reason="no folder \\udcff")
 
 
 @pytest.mark.parametrize("cause", model.Cause)

@@ -11,15 +11,12 @@ from rdzv import bounds
 from rdzv.core import commands, model
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import (
-    Hello,
-)
+from rdzv.messages import Hello
 from rdzv.server import wire
-from rdzv.structs import as_dict, replace
+from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
-from tests.support.builders import report
 
 N1 = wire.Speaker("n1", 7)
 
@@ -102,101 +99,36 @@ def test_hello() -> None:
         assert wire.hello_of(hello(metrics=at)).metrics == at
 
 
-CORE_SETTINGS = model.Settings(2, 4, 3, 600_000, 30_000, model.ScaleUp.ON_RESTART, 60_000)
-CORE_OFFER = model.Offer(
-    address="10.0.0.5",
-    local_world_size=8,
-    role="trainer",
-    topology="rack 1",
-    host_name="n1.cluster",
-    machine="4026531840@n1",
-    store_port=4711,
-    can_host_store=True,
-    shutdown_timeout_ms=30_000,
-)
 NOW_MS = 5_000
-CORE_FAILURE = report(
-    rank=11, exit_code=None, message="killed", local_rank=3, pid=99, signal=9, at_ms=NOW_MS - 5
-)
-CORE_MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
-CORE_SNAPSHOT = model.Snapshot(3, CORE_MARK, 1, 1 << 30, "f00")
-CORE_JOIN = commands.Join("n1", 7, "feed", CORE_SETTINGS, CORE_OFFER)
 
 
-@pytest.mark.parametrize(
-    ("message", "command"),
-    [
-        (pb.NodeMessage(join=join()), CORE_JOIN),
-        (
-            pb.NodeMessage(join=join(run="", left_round=0, failures=[failure()])),
-            replace(CORE_JOIN, run="", left_round=0, failures=(CORE_FAILURE,)),
-        ),
-        (
-            pb.NodeMessage(join=join(failures=[failure(suspect=True)])),
-            replace(CORE_JOIN, failures=(replace(CORE_FAILURE, suspect=True),)),
-        ),
-        (
-            # In any order; no sealed step is not the same as step 0.
-            pb.NodeMessage(
-                join=join(
-                    kept=[
-                        parked(7, step=2**53, torn=True),
-                        parked(0),
-                        parked(3, step=0, shard=1, shards=2, oldest_step=0),
-                    ]
-                )
-            ),
-            replace(
-                CORE_JOIN,
-                kept=(
-                    model.KeptWorker(0),
-                    model.KeptWorker(3, 0, False, 1, 2, 0),
-                    model.KeptWorker(7, 2**53, torn=True),
-                ),
-            ),
-        ),
-        (
-            pb.NodeMessage(join=join(snapshots=[snapshot()])),
-            replace(CORE_JOIN, snapshots=(CORE_SNAPSHOT,)),
-        ),
-        # A join does not depend on snapshots: if they cannot be read, the node joins without any.
-        (pb.NodeMessage(join=join(snapshots=[snapshot(), snapshot(shard=2)])), CORE_JOIN),
-        (pb.NodeMessage(join=join(refuse_reuse=True)), replace(CORE_JOIN, refuse_reuse=True)),
-        (
-            pb.NodeMessage(
-                failed=pb.Failed(rdzv_id="job-7", run="feed", round=2, failures=[failure()])
-            ),
-            commands.Fail("n1", 7, "feed", 2, (CORE_FAILURE,)),
-        ),
-        (
-            pb.NodeMessage(succeeded=pb.Succeeded(rdzv_id="job-7", run="feed", round=2)),
-            commands.Succeed("n1", 7, "feed", 2),
-        ),
-        (
-            pb.NodeMessage(
-                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="SIGTERM")
-            ),
-            commands.Leave("n1", 7, "feed", model.LeaveCause.SIGNAL, "SIGTERM"),
-        ),
-        (
-            pb.NodeMessage(stuck=pb.Stuck(rdzv_id="job-7", run="feed", round=2, pids=[9, 8])),
-            commands.ReportStuck("n1", 7, "feed", 2, (9, 8)),
-        ),
-        (
-            pb.NodeMessage(
-                store_host_failed=pb.StoreHostFailed(
-                    rdzv_id="job-7", run="feed", round=2, reason="died\nhard"
-                )
-            ),
-            commands.ReportStoreHost("n1", 7, "feed", 2, "died hard"),
-        ),
-    ],
-)
-def test_messages_become_commands(message: pb.NodeMessage, command: commands.Command) -> None:
-    assert wire.command_of(message, N1, NOW_MS) == ("job-7", command)
-    # Through bytes as well: optional fields distinguish "0" from "unset".
-    again = pb.NodeMessage.FromString(message.SerializeToString())
-    assert wire.command_of(again, N1, NOW_MS) == ("job-7", command)
+def heard(**body: Any) -> commands.Command:
+    """Return what the server hears of bytes: optional fields distinguish "0" from "unset"."""
+    message = pb.NodeMessage.FromString(pb.NodeMessage(**body).SerializeToString())
+    rdzv_id, command = wire.command_of(message, N1, NOW_MS)
+    assert rdzv_id == "job-7"
+    return command
+
+
+def test_kept_workers_are_heard_in_any_order() -> None:
+    """No sealed step is not the same as step 0."""
+    kept = [
+        parked(7, step=2**53, torn=True),
+        parked(0),
+        parked(3, step=0, shard=1, shards=2, oldest_step=0),
+    ]
+    said = heard(join=join(kept=kept))
+    assert isinstance(said, commands.Join)
+    assert said.kept == (
+        model.KeptWorker(0),
+        model.KeptWorker(3, 0, False, 1, 2, 0),
+        model.KeptWorker(7, 2**53, torn=True),
+    )
+
+
+def test_a_join_does_not_depend_on_snapshots() -> None:
+    """If they cannot be read, the node joins without any."""
+    assert heard(join=join(snapshots=[snapshot(), snapshot(shard=2)])) == heard(join=join())
 
 
 LINE = pb.Assignment(
@@ -214,149 +146,32 @@ LINE = pb.Assignment(
     use_agent_store=True,
     restarts=4,
 )
-REPORT_OF_ROUND = model.RecoveryReport(
-    read(model.Assignment, LINE), CORE_JOIN.settings, CORE_JOIN.offer
-)
-RESUME = commands.Resume("n1", 7, "feed", 2, REPORT_OF_ROUND)
 
 
-def reported(**changes: Any) -> model.RecoveryReport:
-    assignment = replace(REPORT_OF_ROUND.assignment, **changes)
-    return replace(REPORT_OF_ROUND, assignment=assignment)
+def believed(**changes: Any) -> tuple[commands.Command, ...]:
+    good = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
+    return wire.belief_of(pb.Belief(**(good | changes)), N1, NOW_MS).commands
 
 
-TALLY = model.Tally(model.Spent(1, 2, 3, 4, 500), (NOW_MS - 70_000, NOW_MS - 1_000))
-PB_TALLY = pb.Tally(
-    preemptions=1,
-    store_failures=2,
-    soon=3,
-    in_vain=4,
-    furthest_step=500,
-    restart_ages_ms=[70_000, 1_000],
-)
-WITH_KEPT = pb.Assignment(kept=[3, 0, 3], source=5, resume_step=7)
-WITH_SNAPSHOT = pb.Assignment(snapshot=mark(lineage=1), snapshot_loads=2, origin=1, lineage=2)
-WITH_SNAPSHOT.MergeFrom(LINE)
-WITH_TALLY = pb.Assignment(tally=PB_TALLY)
-WITH_KEPT.MergeFrom(LINE)
-WITH_TALLY.MergeFrom(LINE)
+@pytest.mark.parametrize("given", [{}, {"group_world_size": 2}])
+def test_a_round_that_is_half_known_is_no_report(given: dict[str, int]) -> None:
+    line = pb.Assignment(rdzv_id="job-7", run="feed", round=2, **given)
+    assert believed(round=line) == (commands.Resume("n1", 7, "feed", 2, recovery=None),)
 
 
-@pytest.mark.parametrize(
-    ("belief", "has_workers", "said"),
-    [
-        (pb.Belief(phase=pb.Belief.JOINING, join=join()), False, [CORE_JOIN]),
-        (
-            pb.Belief(phase=pb.Belief.JOINING, join=join(left_round=2), round=LINE),
-            False,
-            [replace(CORE_JOIN, left_round=2, recovery=REPORT_OF_ROUND)],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.JOINING,
-                join=join(left_round=2),
-                round=WITH_TALLY,
-            ),
-            False,
-            [replace(CORE_JOIN, left_round=2, recovery=reported(tally=TALLY))],
-        ),
-        (
-            pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=WITH_KEPT),
-            True,
-            [
-                replace(
-                    RESUME,
-                    recovery=reported(kept=(0, 3), source=5, resume_step=7),
-                )
-            ],
-        ),
-        (
-            pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=WITH_SNAPSHOT),
-            True,
-            [
-                replace(
-                    RESUME,
-                    recovery=reported(
-                        snapshot=replace(CORE_MARK, lineage=1),
-                        snapshot_loads=2,
-                        origin=1,
-                        lineage=2,
-                    ),
-                )
-            ],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.JOINING,
-                join=join(left_round=2),
-                round=LINE,
-                store_host_failed="died\nhard",
-            ),
-            False,
-            [
-                RESUME,
-                commands.ReportStoreHost("n1", 7, "feed", 2, "died hard"),
-                replace(CORE_JOIN, left_round=2, recovery=REPORT_OF_ROUND),
-            ],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.RUNNING,
-                join=join(),
-                round=pb.Assignment(rdzv_id="job-7", run="feed", round=2),
-            ),
-            True,
-            [replace(RESUME, recovery=None)],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.RUNNING,
-                join=join(),
-                round=pb.Assignment(rdzv_id="job-7", run="feed", round=2, group_world_size=2),
-            ),
-            True,
-            [replace(RESUME, recovery=None)],
-        ),
-        (pb.Belief(phase=pb.Belief.RUNNING, join=join(), round=LINE), True, [RESUME]),
-        (
-            pb.Belief(phase=pb.Belief.STOPPING, join=join(), round=LINE, failures=[failure()]),
-            True,
-            [RESUME, commands.Fail("n1", 7, "feed", 2, (CORE_FAILURE,))],
-        ),
-        (
-            pb.Belief(phase=pb.Belief.SUCCEEDED, join=join(), round=LINE),
-            True,
-            [RESUME, commands.Succeed("n1", 7, "feed", 2)],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.LEAVING,
-                join=join(),
-                round=LINE,
-                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.SIGNAL, reason="x"),
-            ),
-            True,
-            [RESUME, commands.Leave("n1", 7, "feed", model.LeaveCause.SIGNAL, "x")],
-        ),
-        (
-            pb.Belief(
-                phase=pb.Belief.LEAVING,
-                join=join(),
-                leave=pb.Leave(rdzv_id="job-7", run="feed", cause=pb.Leave.TIMEOUT, reason="x"),
-            ),
-            False,
-            [commands.Leave("n1", 7, "feed", model.LeaveCause.TIMEOUT, "x")],
-        ),
-    ],
-)
-def test_beliefs_become_commands(
-    belief: pb.Belief, has_workers: bool, said: list[commands.Command]
-) -> None:
-    read = wire.belief_of(belief, N1, NOW_MS)
-    assert (read.rdzv_id, read.run) == ("job-7", "feed")
-    assert read.round == (2 if belief.HasField("round") else None)
-    assert read.has_workers is has_workers
-    assert as_dict(read.commands) == as_dict(tuple(said))
+def test_who_was_kept_is_read_as_a_set_beside_the_most_that_a_round_can_tell() -> None:
+    line = pb.Assignment(kept=[3, 0, 3], snapshot_loads=3, lineage=2)
+    line.MergeFrom(LINE)
+    (resume,) = believed(round=line)
+    assert isinstance(resume, commands.Resume) and resume.recovery
+    assert resume.recovery.assignment.kept == (0, 3)
+
+
+def test_a_reason_is_read_as_one_line() -> None:
+    failed = commands.ReportStoreHost("n1", 7, "feed", 2, "died hard")
+    of = {"rdzv_id": "job-7", "run": "feed", "round": 2}
+    assert heard(store_host_failed=pb.StoreHostFailed(**of, reason="died\nhard")) == failed
+    assert failed in believed(store_host_failed="died\nhard")
 
 
 def read_join(**changes: object) -> Callable[[], object]:
@@ -373,8 +188,7 @@ def read_hello(**changes: object) -> Callable[[], object]:
 
 
 def read_belief(**changes: object) -> Callable[[], object]:
-    good: dict[str, object] = {"phase": pb.Belief.RUNNING, "join": join(), "round": LINE}
-    return lambda: wire.belief_of(pb.Belief(**(good | changes)), N1, 0)  # type: ignore[arg-type]
+    return lambda: believed(**changes)
 
 
 @pytest.mark.parametrize(
@@ -512,11 +326,6 @@ def test_a_refusal_names_the_job_even_of_a_bad_message() -> None:
     assert wire.job_named_in(pb.Belief(join=pb.Join(rdzv_id="a/b"))) == "a/b"
 
 
-CORE_FAILED = model.Failure(
-    3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5"
-)
-
-
 def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     read = [
         wire.command_of(pb.NodeMessage(join=join(settings=one)), N1, NOW_MS)[1]
@@ -531,21 +340,6 @@ def test_who_knows_no_backoff_leaves_it_to_the_server() -> None:
     assert (first.max_preemptions, first.max_store_failures) == (None, None)
     assert (other.restart_backoff_ms, other.restart_backoff_max_ms) == (0, 60_000)
     assert other.max_preemptions == 0
-
-
-def test_how_far_a_round_has_come_is_read_as_it_is_said() -> None:
-    said = (
-        ({}, model.Moved()),
-        ({"furthest_step": 0}, model.Moved(furthest_step=0)),
-        (
-            {"furthest_step": 2**64 - 1, "snapshot_changed": True},
-            model.Moved(2**64 - 1, snapshot_changed=True),
-        ),
-    )
-    for given, moved in said:
-        _, read = wire.command_of(pb.NodeMessage(join=join(**given)), N1, NOW_MS)
-        assert isinstance(read, commands.Join)
-        assert read.moved == moved
 
 
 @pytest.mark.parametrize(

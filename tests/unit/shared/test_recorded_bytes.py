@@ -42,11 +42,9 @@ from tests.unit.server.test_answer_values import ANSWERS
 
 PROTOCOL = Path(__file__).parents[1] / "protocol"
 NOW_MS = agent.NOW_MS
-MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
-SNAPSHOTS = (
-    model.Snapshot(0, MARK, 1, 1 << 30, "f00"),
-    model.Snapshot(1, MARK, 0, 7, "f01", copy_of=0),
-)
+MARK, SNAPSHOTS = agent.MARK, agent.SNAPSHOTS
+TALLY = model.Tally(model.Spent(1, 2, 3, 4, 500), (-65_000, 4_000))
+FAILED = model.Failure(3, 11, 99, 1, None, "boom", "trace", 4_000, node_id="n1", address="10.0.0.5")
 CARRIER = CopyCarrier(40_000, "secret", "ab12")
 MISSING = MissingCopies(MARK, "n2: no file caf\udce9")
 STACK = replace(full(WorkerStack), no_record="caf\udce9")
@@ -75,21 +73,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "join:settings", encoding.join(say, odd, agent.OFFER, NOW_MS, **given)
     fresh = commands.SayJoin("", None, ())
     yield "join:fresh", encoding.join(fresh, state, agent.OFFER, NOW_MS, **given)
-    round_ = replace(
-        agent.LINE,
-        tally=model.Tally(server.TALLY.spent, (NOW_MS - 70_005, NOW_MS - 1_005)),
-        kept=(0, 3),
-        source=0,
-        resume_step=0,
-        charged_suspects=(1,),
-        snapshot=MARK,
-        snapshot_loads=1,
-        origin=1,
-        lineage=2,
-    )
-    states = {name: state for name, (state, *_) in agent.BELIEFS.items()}
-    states["with all of a round"] = replace(agent.REJOINING, assignment=round_)
-    for name, believed in states.items():
+    for name, (believed, *_) in agent.BELIEFS.items():
         yield f"belief:{name}", agent.belief_of(believed)
     for case in cases(agent.test_a_report_is_heard_as_it_was_said):
         yield f"report:{type(case).__name__}", encoding.report(case, "job-7", NOW_MS)
@@ -161,16 +145,14 @@ def announcements() -> Iterator[told.Announcement]:
     yield told.Welcome(7, 1_666, 5_000)
     yield told.Joined(*feed)
     yield assignment
-    yield replace(assignment, use_agent_store=False, max_restarts=None, tally=server.TALLY)
+    yield replace(assignment, use_agent_store=False, max_restarts=None, tally=TALLY)
     yield replace(assignment, kept=(0, 3), source=11, resume_step=70, charged_suspects=(2,))
     yield replace(assignment, snapshot=MARK, snapshot_loads=1, origin=1, lineage=2)
     yield told.RoundOver(*feed, model.RoundEnd(model.Cause.NODE_LOST, "n2 was lost", 0, True))
     restarted = model.RoundEnd(model.Cause.OPERATOR, "restart", 0, broken=False, keep=False)
     yield told.RoundOver(*feed, restarted, culprits=(0, 5))
     yield told.SnapshotWatermark(*job, MARK, 7_000, MARK)
-    yield told.Closed(
-        *job, model.Ended(model.Result.FAILED, "spent", 0, True, (server.CORE_FAILED,))
-    )
+    yield told.Closed(*job, model.Ended(model.Result.FAILED, "spent", 0, True, (FAILED,)))
     yield told.Refused("job-7", "InvalidRequestError", "no")
     yield told.Waiting("job-7", "spare")
     yield told.Joined(*job, 2, forks=False)
