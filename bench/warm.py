@@ -66,7 +66,7 @@ async def measure(workers: int, times: int, folder: Path) -> None:
     try:
         for kind in ("cold", "warm"):
             if kind == "warm":
-                link.keep_zygote(zygote)
+                link.ask(zygote)
                 while not isinstance(ready := await events.get(), ZygoteReady):
                     pass
                 print(f"zygote: {ready.seconds:.2f} s, {ready.memory_kb / 1024:.0f} MiB")

@@ -34,6 +34,7 @@ from rdzv.agent.core.events import (
     WorkerSuspected,
 )
 from rdzv.agent.runner.held_connections import HELD_S
+from rdzv.agent.runner.requests import EndKept, RenewFence
 from rdzv.agent.runner.system import Identity, boottime_ms
 from rdzv.agent.runner_link import KeepSpec, WorkerSpec
 from rdzv.core.model import KeptWorker
@@ -373,7 +374,7 @@ async def test_a_parked_worker_that_ends_takes_its_descendants_with_it(node: Par
     await node.begin("children", ranks=1)
     line = await node.printed(node.worker(0, 0), "children")
     await node.park()
-    node.link.end_kept(FOR_EVER_MS)
+    node.link.ask(EndKept(FOR_EVER_MS / 1000))
     await node.heard(KeptGone)
     assert [state_of(int(pid)) for pid in line.split()[1:]] == ["", ""]
 
@@ -414,11 +415,11 @@ async def test_a_worker_that_dies_as_it_parks_is_not_kept(node: Parking) -> None
 async def test_parked_workers_end_on_request_and_once_more(node: Parking) -> None:
     pids = await node.begin("stays")
     await node.park()
-    node.link.end_kept(FOR_EVER_MS)
+    node.link.ask(EndKept(FOR_EVER_MS / 1000))
     await node.heard(KeptGone)
     assert {event.pid for event in node.events if isinstance(event, KeptExited)} == set(pids)
     node.events.clear()
-    node.link.end_kept(0)
+    node.link.ask(EndKept(0))
     await node.heard(KeptGone)
 
 
@@ -468,7 +469,7 @@ async def test_a_parked_worker_that_survives_sigkill_is_reported(node: Parking) 
     with playing("tracer.py", str(pids[0])) as tracer:
         if line_of(tracer) != ["0"]:
             pytest.skip("ptrace is not permitted here")
-        node.link.end_kept(0)
+        node.link.ask(EndKept(0))
         assert (await node.heard(WorkersStuck)).pids == (pids[0],)
     await node.heard(KeptGone)
 
@@ -479,7 +480,7 @@ async def test_a_parked_worker_that_survives_sigkill_is_reported(node: Parking) 
 async def test_the_fence_ends_parked_workers(node: Parking) -> None:
     pids = await node.begin("stays")
     await node.park()
-    node.link.renew_fence(boottime_ms() + 300)
+    node.link.ask(RenewFence(boottime_ms() + 300))
     await node.heard(KeptGone)
     assert [state_of(pid) for pid in pids] == ["", ""]
 
@@ -488,7 +489,7 @@ async def test_no_worker_goes_on_after_the_fence(node: Parking) -> None:
     pids = await node.begin()
     await node.park()
     os.kill(node.link.pid, signal.SIGSTOP)
-    node.link.renew_fence(boottime_ms() + 1)
+    node.link.ask(RenewFence(boottime_ms() + 1))
     node.link.start_workers(1, [node.worker(1, n) for n in range(2)], KeepSpec((0, 1), None, None))
     await asyncio.sleep(0.01)
     os.kill(node.link.pid, signal.SIGCONT)
@@ -499,7 +500,7 @@ async def test_no_worker_goes_on_after_the_fence(node: Parking) -> None:
 
 async def test_a_fence_that_comes_while_they_park_kills_all(node: Parking) -> None:
     await node.begin("deaf:1")
-    node.link.renew_fence(boottime_ms() + 500)
+    node.link.ask(RenewFence(boottime_ms() + 500))
     node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, FOR_EVER_MS)
     await node.heard(Fenced)
     assert (await node.heard(WorkersGone)).kept == ()

@@ -197,7 +197,7 @@ async def test_a_zygote_that_lies_is_given_up(
     program.write_text(HOSTILE.replace("WORDS", repr(json.dumps(words).encode())))
     program.chmod(0o755)
     zygote = ZygoteSpec((str(program),), node.env, str(home), ("m",), identity=ADA)
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     lost = await node.heard(ZygoteLost)
     assert "it sent" in lost.reason
     assert await exit_code(node, 1, shell(node, home, "true")) == 0

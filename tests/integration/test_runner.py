@@ -43,6 +43,7 @@ from rdzv.agent.runner.processes import (
     is_of_family,
     mark_of,
 )
+from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, StopStoreHost
 from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner_link import RunnerLink, StartedRunner, WorkerSpec
 
@@ -188,9 +189,9 @@ signal.signal(signal.SIGTERM, tell)
 """
     await node.start(0, node.python(waiting(ready, handler)))
     await until(ready.exists)
-    node.link.notify_workers(0, signal.SIGTERM)
+    node.link.ask(NotifyWorkers(0, signal.SIGTERM))
     await until(told.exists)
-    node.link.notify_workers(0, signal.SIGTERM)
+    node.link.ask(NotifyWorkers(0, signal.SIGTERM))
     # Nor by a stop: a worker that saves its state is left alone until the grace is over.
     node.link.stop_workers(0, signal.SIGTERM, 100)
     await node.heard(WorkersGone)
@@ -225,7 +226,7 @@ async def test_a_signal_reaches_the_worker_and_nothing_that_it_has_started(
     await node.start(0, node.python(waiting(ready, code)))
     await until(ready.exists)
     if how == "notified":
-        node.link.notify_workers(0, signal.SIGTERM)
+        node.link.ask(NotifyWorkers(0, signal.SIGTERM))
         await node.heard(WorkerExited)
     await node.stop(0)
     assert saved.exists()
@@ -234,8 +235,8 @@ async def test_a_signal_reaches_the_worker_and_nothing_that_it_has_started(
 async def test_who_is_notified_of_another_round_hears_nothing(node: Node) -> None:
     (pid,) = await node.start(3, node.python("import signal\nsignal.pause()"))
     for number in (2, 4):
-        node.link.notify_workers(number, signal.SIGTERM)
-    node.link.notify_workers(3, signal.SIGUSR1)
+        node.link.ask(NotifyWorkers(number, signal.SIGTERM))
+    node.link.ask(NotifyWorkers(3, signal.SIGUSR1))
     assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
 
 
@@ -596,7 +597,7 @@ async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants
     )
     await until(lambda: (node.folder / "ready").exists() and (node.folder / "deaf").exists())
     at_ms = fence_in(300)
-    node.link.renew_fence(at_ms)
+    node.link.ask(RenewFence(at_ms))
     assert (await node.heard(Fenced, round=0)).at_ms >= at_ms
     await node.heard(WorkersGone, round=0)
     assert marked(node.mark) == []
@@ -606,15 +607,15 @@ async def test_a_round_that_reaches_the_fence_is_killed_with_all_its_descendants
 
 
 async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
-    node.link.renew_fence(fence_in(3_000))
+    node.link.ask(RenewFence(fence_in(3_000)))
     [pid] = await node.start(0, node.spec("sleep", "1000"))
     end_ms = fence_in(4_000)
     while boottime_ms() < end_ms:
-        node.link.renew_fence(fence_in(3_000))
+        node.link.ask(RenewFence(fence_in(3_000)))
         await asyncio.sleep(0.1)
     assert [type(event) for event in node.events] == [WorkerStarted]
-    node.link.renew_fence(fence_in(3_600_000))
-    node.link.renew_fence(fence_in(10))  # It never moves back.
+    node.link.ask(RenewFence(fence_in(3_600_000)))
+    node.link.ask(RenewFence(fence_in(10)))  # It never moves back.
     await asyncio.sleep(0.1)
     assert state_of(pid) == "S"
     await node.stop(0)
@@ -622,11 +623,11 @@ async def test_a_fence_that_is_renewed_in_time_kills_nobody(node: Node) -> None:
 
 async def test_a_round_that_starts_behind_the_fence_starts_no_worker(node: Node) -> None:
     """A stopped agent receives its round long after the server has given it up."""
-    node.link.renew_fence(fence_in(-1))
+    node.link.ask(RenewFence(fence_in(-1)))
     node.link.start_workers(0, [node.spec("sleep", "1000")])
     await node.heard(WorkersGone, round=0)
     assert [type(event) for event in node.events] == [Fenced, WorkersGone]
-    node.link.renew_fence(fence_in(3_600_000))
+    node.link.ask(RenewFence(fence_in(3_600_000)))
     await node.start(1, node.spec("sleep", "1000"))
 
 
@@ -634,7 +635,7 @@ async def test_the_grace_of_a_stop_ends_at_the_fence(node: Node) -> None:
     ready = node.folder / "ready"
     await node.start(0, node.python(waiting(ready, IGNORE_SIGTERM)))
     await until(ready.exists)
-    node.link.renew_fence(fence_in(200))
+    node.link.ask(RenewFence(fence_in(200)))
     await node.stop(0, grace_ms=FOR_EVER_MS)
     assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
 
@@ -644,7 +645,7 @@ async def test_without_workers_a_fence_has_no_meaning_and_spares_the_store_host(
 ) -> None:
     node.start_store_host(0)
     await node.heard(StoreHostReady)
-    node.link.renew_fence(fence_in(50))
+    node.link.ask(RenewFence(fence_in(50)))
     await asyncio.sleep(0.3)
     assert [type(event) for event in node.events] == [StoreHostReady]
     node.link.start_workers(0, [node.spec("sleep", "1000")])
@@ -849,7 +850,7 @@ async def test_a_store_serves_clients_that_were_there_before_it(node: Node) -> N
     await node.stop(0)
     assert len(marked(node.mark)) == 1
 
-    node.link.stop_store_host(0)
+    node.link.ask(StopStoreHost(0))
     assert await node.heard(StoreHostExited) == StoreHostExited(0, signal=signal.SIGKILL)
     client.stdin.write(b"\n")
     async with asyncio.timeout(PATIENCE_S):
@@ -874,9 +875,9 @@ async def test_each_round_has_its_own_store_host(node: Node) -> None:
         await node.heard(StoreHostReady, round=number)
     node.start_store_host(1)
     assert (await node.heard(RunnerRefused)).reason == "round 1 has a store host"
-    node.link.stop_store_host(0)
+    node.link.ask(StopStoreHost(0))
     assert (await node.heard(StoreHostExited)).round == 0
-    node.link.stop_store_host(0)  # Does nothing.
+    node.link.ask(StopStoreHost(0))  # Does nothing.
 
 
 @pytest.mark.parametrize(("python", "exit_code"), [("/bin/false", 1), ("/nonexistent", 127)])

@@ -33,6 +33,7 @@ from rdzv.agent.core.events import (
     WorkersGone,
 )
 from rdzv.agent.runner.channel import Channel
+from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, Serve
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     FoundRunner,
@@ -99,7 +100,7 @@ class Strained(Node):
         folder = self.folder / f"family{self._rounds}"
         folder.mkdir()
         argv = (sys.executable, "-u", SCRIPTS / "tree.py", folder, "leave")
-        self.link.keep_zygote(self.zygote())
+        self.link.ask(self.zygote())
         warm = replace(self.worker(*argv), warm=True)
         self.link.start_workers(self._rounds, [warm, self.worker("true", local_rank=1)])
         return self._rounds
@@ -176,14 +177,14 @@ async def test_whatever_call_fails_the_runner_lives_and_says_no_untruth(
 ) -> None:
     switch = Switch(node.folder / "switch")
     start_failing_runner(node, switch)
-    node.link.serve(node.socket, 600.0, 600.0)
+    node.link.ask(Serve(str(node.socket), 600.0, 600.0))
     await until(node.socket.exists)
     for code in [code for code in ERRORS if (call, code) not in GONE]:
         running = await node.start_family()
         with switch.failing(call, code):
-            node.link.renew_fence(boottime_ms() + FOR_EVER_MS)
+            node.link.ask(RenewFence(boottime_ms() + FOR_EVER_MS))
             node.start_store_host(running, "/bin/cat")
-            node.link.notify_workers(running, signal.SIGTERM)
+            node.link.ask(NotifyWorkers(running, signal.SIGTERM))
             await node.connect()
             node.link.stop_workers(running, signal.SIGTERM, 0)
             await asyncio.sleep(FAILING_S)
@@ -258,7 +259,7 @@ async def test_a_round_goes_on_at_the_limit_of_descriptors(node: Strained) -> No
     node.link = await RunnerLink.spawn(node.hear)
     number = await node.start_family()
     with without_descriptors(node.link.pid):
-        node.link.renew_fence(boottime_ms() + 100)
+        node.link.ask(RenewFence(boottime_ms() + 100))
         await node.heard(Fenced, round=number)
         await node.heard(WorkersGone, round=number)
 

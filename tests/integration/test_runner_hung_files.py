@@ -19,6 +19,7 @@ from runners import PATIENCE_S, RUNNER, Node, marked, state_of, until
 
 from rdzv.agent.core.events import Fenced, WorkerExited, WorkersGone, WorkerStarted, ZygoteReady
 from rdzv.agent.runner.channel import Channel
+from rdzv.agent.runner.requests import RenewFence
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
 
 
@@ -69,7 +70,7 @@ async def start_beside(node: Node, waiting: WorkerSpec) -> int:
 async def fence(node: Node) -> None:
     """Let the fence kill the workers, and not before its time."""
     at_ms = boottime_ms() + 200
-    node.link.renew_fence(at_ms)
+    node.link.ask(RenewFence(at_ms))
     assert (await node.heard(Fenced, round=0)).at_ms >= at_ms
     await node.heard(WorkersGone, round=0)
 
@@ -114,7 +115,7 @@ async def test_a_fork_of_the_zygote_opens_its_log_itself(node: Node, server: Fil
     script.write_text("print('hello')")
     argv = (sys.executable, "-u", str(script))
     zygote = ZygoteSpec(argv, node.env, None, ("json",))
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     await node.heard(ZygoteReady)
     server.hang()
     log = str(server.path / "stdout.log")

@@ -32,6 +32,7 @@ from rdzv.agent.core.events import (
     WorkerStarted,
 )
 from rdzv.agent.runner.descriptors import short_path
+from rdzv.agent.runner.requests import Keep, RenewFence, Serve
 from rdzv.agent.runner.spawn import drop_oom_protection
 from rdzv.agent.runner_link import (
     FoundRunner,
@@ -80,7 +81,7 @@ class Orphanage(Node):
 
     async def begin(self, orphan_timeout_s: float = LONG_S, grace_s: float = LONG_S) -> None:
         self.spawn()
-        self.link.serve(self.path, orphan_timeout_s, grace_s)
+        self.link.ask(Serve(str(self.path), orphan_timeout_s, grace_s))
         await until(self._listens)
 
     def _listens(self) -> bool:
@@ -124,8 +125,8 @@ async def node(tmp_path: Path) -> AsyncIterator[Orphanage]:
 
 async def test_workers_live_on_and_the_next_agent_finds_what_was_kept(node: Orphanage) -> None:
     await node.begin()
-    node.link.keep("state", "one")
-    node.link.keep("state", "two")
+    node.link.ask(Keep("state", "one"))
+    node.link.ask(Keep("state", "two"))
     (pid,) = await node.start(3, node.spec("sleep", "1000"))
     await node.lose_agent()
     found = await node.adopt()
@@ -298,7 +299,7 @@ async def test_a_stop_goes_on_without_an_agent(node: Orphanage) -> None:
 async def test_the_fence_holds_without_an_agent(node: Orphanage) -> None:
     await node.begin()
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
-    node.link.renew_fence(boottime_ms() + 200)
+    node.link.ask(RenewFence(boottime_ms() + 200))
     await node.lose_agent()
     await until(lambda: state_of(pid) == "")
     await node.adopt()
@@ -331,7 +332,7 @@ def is_alive(pid: int) -> bool:
 async def test_the_fence_holds_even_if_the_runner_hangs(node: Orphanage) -> None:
     await node.begin()
     pids = await hide(node)
-    node.link.renew_fence(boottime_ms() + 500)
+    node.link.ask(RenewFence(boottime_ms() + 500))
     await handles_requests(node)
     os.kill(node.link.pid, signal.SIGSTOP)
     await until(lambda: not any(map(is_alive, pids)), 10.0)
@@ -359,7 +360,7 @@ async def test_a_runner_that_hangs_is_killed_with_all_that_it_has_started(
 
 async def test_the_time_that_it_waits_can_be_changed(node: Orphanage) -> None:
     await node.begin()
-    node.link.serve(node.path, 0.1, 0.1)
+    node.link.ask(Serve(str(node.path), 0.1, 0.1))
     await node.lose_agent()
     await node.gone()
 
@@ -368,7 +369,7 @@ async def test_a_socket_that_can_not_be_made_is_said_and_the_runner_ends_with_it
     node: Orphanage,
 ) -> None:
     node.spawn()
-    node.link.serve(node.folder / "nowhere" / "runner.sock", LONG_S, LONG_S)
+    node.link.ask(Serve(str(node.folder / "nowhere" / "runner.sock"), LONG_S, LONG_S))
     assert "No such file" in (await node.heard(ServeFailed)).reason
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()

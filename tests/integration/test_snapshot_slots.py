@@ -15,6 +15,7 @@ from runners import PATIENCE_S
 from test_parking import Parking
 
 from rdzv.agent.core.events import SnapshotRefused, SnapshotsChanged, SnapshotsWritten, WorkerExited
+from rdzv.agent.runner.requests import HoldSnapshots, Serve
 from rdzv.agent.runner_link import FoundRunner, KeepSpec, StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import replace
@@ -54,7 +55,7 @@ async def restart(node: Parking, round_: int, pid: int, *does: str) -> int:
 
 
 async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Parking) -> None:
-    node.link.hold_snapshots(None)
+    node.link.ask(HoldSnapshots(None))
     (pid,) = await node.begin(f"saves:{MIB}", ranks=1)
     first = node.worker(0, 0)
     assert await node.printed(first, "slots") == f"slots {MIB} {MIB} empty"
@@ -77,7 +78,7 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     node, started = Parking(tmp_path), StartedRunner()
     node.link = started.link(node.hear)
     path = tmp_path / "runner.sock"
-    node.link.serve(path, 60, 0)
+    node.link.ask(Serve(str(path), 60, 0))
     await node.begin(f"saves:{MIB}", ranks=1)
     await node.printed(node.worker(0, 0), "slots")
     held = memory_files(node.link.pid)
@@ -88,7 +89,7 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     node.link = found.link(node.hear)
     # This agent has not asked; the one before had not, either.
     assert not [event for event in node.events if isinstance(event, SnapshotsChanged)]
-    node.link.hold_snapshots(None)
+    node.link.ask(HoldSnapshots(None))
     ((saved,), *_) = [(await node.heard(SnapshotsChanged)).snapshots]
     assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
@@ -102,7 +103,7 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
 
 
 async def test_a_worker_that_gets_no_memory_is_told_why_and_trains_on(node: Parking) -> None:
-    node.link.hold_snapshots(3 * MIB)
+    node.link.ask(HoldSnapshots(3 * MIB))
     await node.begin(f"saves:{2 * MIB}", ranks=1)
     refused = await node.heard(SnapshotRefused, local_rank=0)
     assert refused.reason.startswith("two slots need 4.2 MB, but only 3.1 MB of the 3.1 MB")
@@ -118,7 +119,7 @@ async def test_a_worker_that_says_saved_without_end_is_not_listened_to(node: Par
 
 
 async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) -> None:
-    node.link.hold_snapshots(None)
+    node.link.ask(HoldSnapshots(None))
     await node.begin(f"saves:{MIB}", ranks=1)
     saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
     await node.heard(SnapshotsChanged, snapshots=(saved,))

@@ -36,6 +36,7 @@ from rdzv.agent.core.events import (
     ZygoteReady,
 )
 from rdzv.agent.runner.processes import children_of
+from rdzv.agent.runner.requests import RenewFence
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
 
@@ -69,7 +70,7 @@ class WarmNode(Node):
         return ZygoteSpec(tuple(map(str, argv)), env, None, tuple(modules))
 
     async def keep(self, zygote: ZygoteSpec) -> ZygoteReady:
-        self.link.keep_zygote(zygote)
+        self.link.ask(zygote)
         return await self.heard(ZygoteReady)
 
     async def end_of(self, number: int, workers: Sequence[WorkerSpec]) -> list[WorkerExited]:
@@ -345,7 +346,7 @@ def pausing(node: WarmNode, zygote: ZygoteSpec | None, local_rank: int = 0) -> W
 
 
 async def start_pausing(node: WarmNode, number: int, zygote: ZygoteSpec) -> list[int]:
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     pids = await node.start(number, *(pausing(node, zygote, rank) for rank in range(2)))
     for rank in range(2):
         ready = node.folder / f"ready{rank}"
@@ -476,7 +477,7 @@ async def test_workers_wait_for_a_zygote_if_they_are_to(node: WarmNode) -> None:
     )
     argv = (sys.executable, "-u", shutil.copy(CASES, node.folder), "exit_code")
     zygote = replace(node.zygote(*argv, modules=["slow"]), wait_s=60.0)
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     node.link.start_workers(0, [replace(node.spec(*argv), warm=True)])
     await until(lambda: len(marked(node.mark)) == 1)
     (node.folder / "go").touch()
@@ -543,7 +544,7 @@ async def test_a_fence_ends_workers_that_are_being_forked(
 ) -> None:
     pid = (await node.heard(ZygoteReady)).pid
     os.kill(pid, signal.SIGSTOP)
-    node.link.renew_fence(boottime_ms() + 300)
+    node.link.ask(RenewFence(boottime_ms() + 300))
     node.link.start_workers(0, [pausing(node, zygote)])
     await node.heard(Fenced)
     await node.heard(WorkersGone)
@@ -651,7 +652,7 @@ async def test_a_spare_fork_that_dies_when_it_is_needed_is_replaced_by_another(
         os.kill(fork, signal.SIGSTOP)
     node.link.start_workers(0, [pausing(node, zygote)])
     # Once this is answered, the request before it has been carried out.
-    node.link.renew_fence(-1)
+    node.link.ask(RenewFence(-1))
     await node.heard(RunnerRefused)
     for fork in forks:
         os.kill(fork, signal.SIGKILL)
@@ -688,7 +689,7 @@ async def test_the_end_of_a_round_while_forks_are_made_ahead_costs_the_next_noth
     assert not any(map(state_of, forks))
     worker = node.spec(sys.executable, "-u", script, "pause", node.folder / "ready0")
     node.link.start_workers(1, [replace(worker, warm=True)])
-    node.link.renew_fence(-1)
+    node.link.ask(RenewFence(-1))
     await node.heard(RunnerRefused)
     (node.folder / "go").touch()
     await node.heard(WorkerStarted, round=1)
@@ -746,7 +747,7 @@ async def test_a_preload_that_no_fork_survives_is_refused(node: WarmNode, case: 
         (node.folder / "sitecustomize.py").write_text("raise ValueError('not today')\n")
     script = shutil.copy(CASES, node.folder)
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["leaves"])
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     lost = await node.heard(ZygoteLost)
     assert reason in lost.reason
     assert lost.retry_s is None
@@ -761,13 +762,13 @@ async def test_a_thread_that_outlives_a_fork_is_refused_also_in_what_may_start_s
     (node.folder / "numpy.py").write_text(LEAVES["a thread"][0])
     script = shutil.copy(CASES, node.folder)
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["numpy"])
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     assert "the imports leave 2 threads (" in (await node.heard(ZygoteLost)).reason
 
 
 async def test_an_interpreter_that_is_not_there_is_told(node: WarmNode) -> None:
     zygote = node.zygote("/nonexistent/python", "-u", CASES)
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     lost = await node.heard(ZygoteLost)
     assert lost.reason.startswith("cannot start '/nonexistent/python': ")
     await start_pausing(node, 0, zygote)

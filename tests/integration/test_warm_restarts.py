@@ -27,6 +27,7 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
+from rdzv.agent.runner.requests import BeginZygote, RenewFence
 from rdzv.agent.runner.zygote_process import SETTLE_S
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 from rdzv.agent.system.accounts import Identity
@@ -114,7 +115,7 @@ class Job(WarmNode):
     async def obeyed(self) -> None:
         """Wait until the runner has carried out the request, and read the events before it."""
         count = len([event for event in self.events if isinstance(event, RunnerRefused)])
-        self.link.renew_fence(-1)
+        self.link.ask(RenewFence(-1))
         await until(lambda: sum(isinstance(each, RunnerRefused) for each in self.events) > count)
 
 
@@ -122,7 +123,7 @@ class Job(WarmNode):
 async def job(tmp_path: Path) -> AsyncIterator[Job]:
     job = Job(tmp_path)
     job.link = await RunnerLink.spawn(job.hear)
-    job.link.keep_zygote(job.spec_)
+    job.link.ask(job.spec_)
     yield job
     await job.link.close(PATIENCE_S)
     assert marked(job.mark) == []
@@ -146,9 +147,9 @@ async def test_the_first_round_is_cold_and_the_second_is_warm(job: Job) -> None:
 
 
 async def test_the_first_round_is_warm_where_the_script_is_known_to_suit_a_zygote(job: Job) -> None:
-    job.link.begin_zygote()
+    job.link.ask(BeginZygote())
     await job.heard(ZygoteReady)
-    job.link.begin_zygote()
+    job.link.ask(BeginZygote())
     first = await job.round(0)
     await job.stop(0)
     second = await job.round(1)
@@ -162,7 +163,7 @@ async def test_workers_of_another_account_are_warm_as_well() -> None:
     with passable_folder() as shared:
         job = Job(own_folder(shared, "home"), "/usr/bin/python3", ADA)
         job.link = await RunnerLink.spawn(job.hear)
-        job.link.keep_zygote(job.spec_)
+        job.link.ask(job.spec_)
         first = await job.round(0)
         await job.heard(ZygoteReady)
         await job.stop(0)
@@ -334,7 +335,7 @@ async def test_a_watched_worker_is_as_any_other(tmp_path: Path) -> None:
     plain = await run_all(node, 0, cases(LIGHT), None)
     remove_logs(tmp_path)
     argv = next(iter(cases(LIGHT).values()))
-    node.link.keep_zygote(replace(node.zygote(*argv, modules=["torch"]), after_import=True))
+    node.link.ask(replace(node.zygote(*argv, modules=["torch"]), after_import=True))
     watched = await run_all(node, 1, cases(LIGHT), None)
     await node.link.close(PATIENCE_S)
     for case in LIGHT:
@@ -386,7 +387,7 @@ async def test_a_script_sees_no_difference_with_the_real_torch(tmp_path: Path) -
     argvs = cases(("state:torch", "recorded"))
     zygote = node.zygote(*next(iter(argvs.values())), modules=["torch"])
     zygote = replace(zygote, cwd=str(tmp_path), after_import=True)
-    node.link.keep_zygote(zygote)
+    node.link.ask(zygote)
     cold = await run_all(node, 0, argvs, None)
     await node.heard(ZygoteReady)
     warm = await run_all(node, 1, argvs, zygote)

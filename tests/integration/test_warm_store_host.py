@@ -26,6 +26,7 @@ from rdzv.agent.core.events import (
     ZygoteReady,
 )
 from rdzv.agent.runner.processes import children_of
+from rdzv.agent.runner.requests import StopStoreHost
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
 from rdzv.agent.runner_link import RunnerLink, ZygoteSpec
 
@@ -67,7 +68,7 @@ class StoreNode(Node):
         return ZygoteSpec(argv, self.env, None, (*(modules or ("torch",)), "trace"))
 
     async def keep(self, zygote: ZygoteSpec) -> int:
-        self.link.keep_zygote(zygote)
+        self.link.ask(zygote)
         return (await self.heard(ZygoteReady)).pid
 
     def hosts(self) -> list[int]:
@@ -183,7 +184,7 @@ async def test_it_looks_like_a_cold_one(node: StoreNode) -> None:
         assert node.is_warm(host) == (number > 0)
         assert host in children_of(node.link.pid)
         seen.append(looks(host))
-        node.link.stop_store_host(number)
+        node.link.ask(StopStoreHost(number))
         await node.heard(StoreHostExited, round=number, signal=signal.SIGKILL)
         if number == 0:
             await node.keep(node.zygote())
@@ -238,9 +239,9 @@ async def test_with_another_interpreter_it_starts_cold(node: StoreNode) -> None:
 
 
 async def test_a_zygote_that_imports_or_is_lost_is_not_waited_for(node: StoreNode) -> None:
-    node.link.keep_zygote(node.zygote("import time\ntime.sleep(1000)\n", "json"))
+    node.link.ask(node.zygote("import time\ntime.sleep(1000)\n", "json"))
     host = await node.serving(0)
-    node.link.stop_store_host(0)
+    node.link.ask(StopStoreHost(0))
     await node.heard(StoreHostExited, round=0)
     [zygote] = [pid for pid in marked(node.mark) if pid != host]
     os.kill(zygote, signal.SIGKILL)
@@ -293,7 +294,7 @@ async def test_one_that_is_stopped_before_it_is_forked_never_serves(node: StoreN
     zygote = await node.keep(node.zygote())
     os.kill(zygote, signal.SIGSTOP)
     port = node.start_store_host(0)
-    node.link.stop_store_host(0)
+    node.link.ask(StopStoreHost(0))
     assert await node.heard(StoreHostExited) == StoreHostExited(0, signal=signal.SIGKILL)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)

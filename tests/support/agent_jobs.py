@@ -16,7 +16,8 @@ from rdzv.agent.core.model import JobTerms
 from rdzv.agent.job import job_driver
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
-from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner import requests
+from rdzv.agent.runner.requests import WorkerSpec
 from rdzv.agent.runner_link import Hello
 from rdzv.core.model import Assignment, Settings, SnapshotMark
 from rdzv.v1 import rdzv_pb2 as pb
@@ -72,23 +73,26 @@ class FakeRunner:
         workers, hosts = {0: 100, 1: 101}, frozenset(self.store_hosts)
         return Hello(self.pid, self.last_round, workers, hosts, kept=self.keeps)
 
-    def hold_snapshots(self, limit_bytes: int | None) -> None:
-        self.held_for.append(limit_bytes)
+    def ask(self, request: object) -> None:
+        match request:
+            case requests.HoldSnapshots():
+                self.held_for.append(request.limit_bytes)
+            case requests.Serve():
+                self.served.append((request.orphan_timeout_s, request.grace_s))
+            case requests.Keep():
+                self.keeps[request.name] = request.value
+            case requests.KeepZygote():
+                self.asked.append(("zygote", request.after_import))
+            case requests.BeginZygote():
+                self.asked.append(("begin",))
+            case requests.StopStoreHost():
+                if "stop" not in self.deaf_to:
+                    self.store_hosts.discard(request.round)
+            case _:
+                raise AssertionError(request)
 
     def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None) -> None:
         self.announced.append((mark, given_up))
-
-    def serve(self, _: Path, orphan_timeout_s: float, grace_s: float) -> None:
-        self.served.append((orphan_timeout_s, grace_s))
-
-    def keep(self, name: str, value: str) -> None:
-        self.keeps[name] = value
-
-    def keep_zygote(self, zygote: ZygoteSpec) -> None:
-        self.asked.append(("zygote", zygote.after_import))
-
-    def begin_zygote(self) -> None:
-        self.asked.append(("begin",))
 
     def start_workers(self, round_: int, workers: list[WorkerSpec], *_: Any) -> None:
         if "start" not in self.deaf_to:
@@ -101,10 +105,6 @@ class FakeRunner:
 
     def start_store_host(self, round_: int, *_: Any) -> None:
         self.store_hosts.add(round_)
-
-    def stop_store_host(self, round_: int) -> None:
-        if "stop" not in self.deaf_to:
-            self.store_hosts.discard(round_)
 
     async def let_go(self, _: float) -> None:
         self.asked.append(("let go",))

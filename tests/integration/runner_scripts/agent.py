@@ -17,6 +17,7 @@ from pathlib import Path
 from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.runner.processes import sweep_descendants
+from rdzv.agent.runner.requests import RenewFence
 
 READY = Path(sys.argv[1], "ready")
 
@@ -35,7 +36,7 @@ async def main() -> None:
     if fence_ms := os.environ.get("FENCE_MS"):
         while not READY.exists():  # noqa: ASYNC110, ASYNC240
             await asyncio.sleep(0.01)
-        link.renew_fence(runner_link.boottime_ms() + int(fence_ms))
+        link.ask(RenewFence(runner_link.boottime_ms() + int(fence_ms)))
     print("up", link.pid, flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     os.kill(link.pid, signal.SIGKILL)

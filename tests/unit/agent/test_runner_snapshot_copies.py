@@ -22,6 +22,7 @@ from rdzv.agent.job.snapshots import certified
 from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.frames import RequestError, decode
 from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.requests import HoldSnapshots
 from rdzv.agent.runner.snapshot_copies import SnapshotCopies
 from rdzv.agent.runner.snapshot_slots import MAX_SLOT_BYTES, Snapshot, SnapshotSlots
 from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
@@ -42,7 +43,7 @@ class Node:
         self.slots = SnapshotSlots(self.agent, lambda: free)
         self.slots.copies = self.copies = SnapshotCopies(loop, children, self.slots)
         self.link = Link(0)
-        self.slots.hold({"limit_bytes": None})
+        self.slots.hold(HoldSnapshots(None))
 
     def give(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
         """Give the carrier credentials, and start it before if there is none."""
@@ -232,7 +233,7 @@ def test_a_copy_that_was_begun_for_one_agent_is_reported_to_the_next(
     os.kill(one.copies.carrier.pid, signal.SIGCONT)  # type: ignore[union-attr]
     two.until(two.copies.held)
     assert two.copied() == []
-    two.slots.hold({"limit_bytes": None})
+    two.slots.hold(HoldSnapshots(None))
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
@@ -333,7 +334,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40, 50)
-    two.slots.hold({"limit_bytes": 8 * MIB})
+    two.slots.hold(HoldSnapshots(8 * MIB))
     two.order(one, 40)
     two.until(lambda: two.copied() == [40])
     two.order(one, 50)

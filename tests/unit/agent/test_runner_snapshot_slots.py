@@ -17,8 +17,9 @@ import pytest
 
 from rdzv.agent.runner import snapshot_slots
 from rdzv.agent.runner.agent_link import AgentLink
-from rdzv.agent.runner.frames import RequestError
+from rdzv.agent.runner.frames import RequestError, decode
 from rdzv.agent.runner.loop import Loop
+from rdzv.agent.runner.requests import HoldSnapshots
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,
@@ -153,7 +154,7 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
 def test_slots_without_a_snapshot_are_not_held_beside_those_that_replace_them(
     story: Story,
 ) -> None:
-    story.slots.hold({"limit_bytes": 24 * MIB})
+    story.slots.hold(HoldSnapshots(24 * MIB))
     first = ask_and_close(story, 1)
     story.slots.note(0, 0, SAVED)
     for _ in range(2):
@@ -195,7 +196,7 @@ def reports(story: Story) -> list[dict[str, Any]]:
 
 def test_many_changes_share_a_report_and_the_last_is_never_missed(story: Story) -> None:
     story.ask(0, MIB)
-    story.slots.hold({"limit_bytes": None})
+    story.slots.hold(HoldSnapshots(None))
     story.agent.told.clear()
     begun = time.monotonic()
     for round_ in range(2):
@@ -216,11 +217,11 @@ def test_many_changes_share_a_report_and_the_last_is_never_missed(story: Story) 
 
 def test_a_new_agent_is_told_at_once(story: Story) -> None:
     story.ask(0, MIB)
-    story.slots.hold({"limit_bytes": None})
+    story.slots.hold(HoldSnapshots(None))
     for step in range(1000):
         story.slots.note(0, 0, saved(step))
     story.agent.told.clear()
-    story.slots.hold({"limit_bytes": None})
+    story.slots.hold(HoldSnapshots(None))
     assert reports(story)[0]["snapshots"][0]["mark"]["step"] == 999
 
 
@@ -244,8 +245,7 @@ def test_memory_is_bounded(
     story: Story, free: int | None, limit: int | None, asked: tuple[int, ...], reason: str
 ) -> None:
     story.free = None if free is None else free * MIB
-    request = {} if limit is None else {"limit_bytes": limit * MIB}
-    story.slots.hold(request)
+    story.slots.hold(HoldSnapshots(None if limit is None else limit * MIB))
     links = [story.ask(rank, size * MIB) for rank, size in enumerate(asked)]
     assert all(link.given for link in links[:-1])
     assert bool(links[-1].refused) == bool(reason)
@@ -277,7 +277,7 @@ def test_memory_that_holds_no_copy_is_freed_for_slots(story: Story, has_spare: b
         def send_slots(self, *_: object) -> None: ...
 
     story.free = None
-    story.slots.hold({"limit_bytes": 10 * MIB})
+    story.slots.hold(HoldSnapshots(10 * MIB))
     story.slots.copies = Copies()  # type: ignore[assignment]
     assert bool(story.ask(0, 4 * MIB).refused) is not has_spare
     story.slots.copies = None
@@ -287,7 +287,7 @@ def test_memory_that_holds_no_copy_is_freed_for_slots(story: Story, has_spare: b
 def test_a_lack_of_descriptors_or_of_memory_is_said(
     story: Story, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    story.slots.hold({"limit_bytes": None})
+    story.slots.hold(HoldSnapshots(None))
     with monkeypatch.context() as patched:
         patched.setattr(os, call, lambda *_: (_ for _ in ()).throw(OSError(24, "Too many open")))
         (reason,) = story.ask(0, MIB).refused
@@ -300,7 +300,7 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     story.ask(0, MIB)
     story.slots.note(0, 0, SAVED)
     assert not story.agent.told
-    story.slots.hold({"limit_bytes": None})
+    story.slots.hold(HoldSnapshots(None))
     first = asdict(SAVED)
     assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
     # A part that is no complete state is held but not reported; nor is a slot being written.
@@ -338,7 +338,7 @@ def test_workers_hear_which_step_is_whole(story: Story) -> None:
 @pytest.mark.parametrize("limit", [-1, "1", 1 << 60, True])
 def test_a_limit_that_is_none_is_refused(story: Story, limit: object) -> None:
     with pytest.raises(RequestError, match="limit_bytes"):
-        story.slots.hold({"limit_bytes": limit})
+        story.slots.hold(decode(HoldSnapshots, {"limit_bytes": limit}))
     assert not story.agent.hears_of_snapshots
 
 

@@ -15,6 +15,7 @@ import msgspec
 from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import AgentState
 from rdzv.agent.output.run_files import WorkerOutput
+from rdzv.agent.runner.requests import Keep, Serve
 from rdzv.agent.runner_link import NotAdoptableError, RunnerLink
 from rdzv.agent.system.accounts import Account
 from rdzv.core.model import JobSpec, Offer
@@ -132,16 +133,17 @@ class StateKeeper:
 
     def keep_placement(self) -> None:
         """Store the part of the state that does not change while this node holds the job."""
-        self._runner.keep(PLACEMENT, encode(self._keeping.placement))
+        self._runner.ask(Keep(PLACEMENT, encode(self._keeping.placement)))
 
     def keep(self, kept: KeptState) -> None:
         """Store this state if it differs from the last one."""
         if kept != self._kept:
             self._kept = kept
-            self._runner.keep(STATE, encode(kept))
+            self._runner.ask(Keep(STATE, encode(kept)))
 
     def outlive(self, within_ms: int) -> None:
         """Make the runner wait `within_ms` for the next agent once this agent is gone."""
         if self._orphan_timeout_ms != within_ms:
             self._orphan_timeout_ms = within_ms
-            self._runner.serve(self._keeping.socket, within_ms / 1000, self._grace_ms / 1000)
+            path = str(self._keeping.socket)
+            self._runner.ask(Serve(path, within_ms / 1000, self._grace_ms / 1000))

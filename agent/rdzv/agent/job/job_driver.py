@@ -35,6 +35,7 @@ from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers
 from rdzv.agent.output.run_files import Written
+from rdzv.agent.runner import requests
 from rdzv.agent.runner.spawn import reason_of
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
@@ -161,7 +162,7 @@ class JobDriver:
             self.keep()
         if self.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
-            runner.keep_zygote(self.workers.zygote)
+            runner.ask(self.workers.zygote)
             self._preparing = True
             self._zygote_begun = not self.workers.zygote.after_import
         self._serve_server()
@@ -210,7 +211,7 @@ class JobDriver:
         needs_store = state.phase not in (Phase.JOINING, Phase.ENDED)
         needed = assignment.round if needs_store and assignment is not None else None
         for round_ in hello.store_hosts - {needed}:
-            self.runner.stop_store_host(round_)
+            self.runner.ask(requests.StopStoreHost(round_))
         if state.ending_kept:
             self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
         if assignment is None or state.workers_gone:
@@ -230,7 +231,7 @@ class JobDriver:
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
         """Use this runner from now on. With `keeping`, it outlives this process."""
         self._linked = runner
-        runner.hold_snapshots(self.launch.snapshot_memory)
+        runner.ask(requests.HoldSnapshots(self.launch.snapshot_memory))
         if self._keeping is not None:
             grace_ms = self.launch.job.shutdown_timeout_ms
             self._keeper = StateKeeper(self._keeping, runner, grace_ms)
@@ -266,7 +267,7 @@ class JobDriver:
         self.unready = unready
         self.ready.set()
         if self.workers.zygote is not None:
-            self.runner.keep_zygote(self.workers.zygote)
+            self.runner.ask(self.workers.zygote)
 
     async def hand_over(self, within_ms: int) -> None:
         """Leave the job to the next agent, which is expected within `within_ms`."""
@@ -379,7 +380,7 @@ class JobDriver:
     def renew_fence(self, heard_at_ms: int) -> None:
         """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
         if self.fence_after_ms:
-            self.runner.renew_fence(heard_at_ms + self.fence_after_ms)
+            self.runner.ask(requests.RenewFence(heard_at_ms + self.fence_after_ms))
 
     def waits_ms(self) -> int | None:
         """Return how much longer the job waits for an absent server; None if it never gives up."""
@@ -453,7 +454,7 @@ class JobDriver:
             return
         if forks:
             self._zygote_begun = True
-            self.runner.begin_zygote()
+            self.runner.ask(requests.BeginZygote())
         else:
             self.prepared()
 
@@ -541,7 +542,7 @@ class JobDriver:
             case messages.KeepCopies():
                 self.runner.fetch_copies(command.mark, command.sources)
             case commands.EndKept():
-                self.runner.end_kept(command.grace_ms, command.charged)
+                self.runner.ask(requests.EndKept(command.grace_ms / 1000, command.charged))
             case commands.NotifyWorkers():
                 self.round.notify_workers(command)
                 state = self.decisions.state
@@ -549,7 +550,7 @@ class JobDriver:
             case commands.TakeBackNotice():
                 self.observers.notice.take_back()
             case commands.StopStoreHost():
-                self.runner.stop_store_host(command.round)
+                self.runner.ask(requests.StopStoreHost(command.round))
             case commands.Exit():
                 self.written.end()
                 if not self.ended.done():

@@ -23,7 +23,7 @@ from rdzv.agent.core.model import Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
+from rdzv.agent.runner.requests import KeepSpec, NotifyWorkers, WorkerSpec
 from rdzv.agent.system.error_files import unread
 from rdzv.core.model import Assignment, KeptWorker, Moved
 from rdzv.errors import InvalidRequestError
@@ -116,7 +116,7 @@ class LocalRound:
         job.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
             # The runner had not received the round yet.
-            job.runner.notify_workers(number, self._notified_by)
+            job.runner.ask(NotifyWorkers(number, self._notified_by))
 
     def _keep_spec(self) -> KeepSpec | None:
         """Return which parked workers take part, or None if workers are never kept."""
@@ -219,7 +219,7 @@ class LocalRound:
         self._job.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
             self._notified_by = command.signum
-            self._job.runner.notify_workers(command.round, command.signum)
+            self._job.runner.ask(NotifyWorkers(command.round, command.signum))
 
     def _cancel_start(self) -> None:
         self._start_is_over = True

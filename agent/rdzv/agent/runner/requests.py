@@ -1,12 +1,10 @@
 """The agent's requests to the runner: what `rdzv.agent.runner_link` sends, and the runner handles.
 
 A request is a value (frames.py); its frame is its fields as JSON, with its `type`:
-`StartWorkers` is `start_workers`. `ping` (answered with `pong`), `adopt`, `shutdown` and
-`begin_zygote`, which starts a zygote in spite of `after_import`, have no fields. A refused request
-changes nothing and is answered with `error`. Requests about snapshots are read by
-snapshot_slots.py, snapshot_copies.py and snapshot_writers.py:
+`StartWorkers` is `start_workers`. `ping` (answered with `pong`), `adopt` and `shutdown` have no
+fields. A refused request changes nothing and is answered with `error`. Requests about snapshots are
+read by snapshot_slots.py, snapshot_copies.py and snapshot_writers.py:
 
-    hold_snapshots    {limit_bytes}                   null: half of the free memory
     carry_copies      {argv, env, cwd, identity, token, fingerprint, pem}
                                                       start the carrier if it is not running, and
                                                       give it its token, key and certificate
@@ -97,7 +95,10 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndKept:
-    """End all parked workers."""
+    """End all parked workers with SIGTERM, and with SIGKILL after the grace period.
+
+    The local_ranks in `charged` raise the exception they reported, instead of receiving SIGTERM.
+    """
 
     grace_s: float
     charged: tuple[int, ...] = ()
@@ -105,7 +106,7 @@ class EndKept:
 
 @dataclass(frozen=True, slots=True)
 class NotifyWorkers:
-    """Signal the round's workers; ends nothing by itself."""
+    """Signal each of the round's workers once; ends nothing by itself."""
 
     round: int
     signal: int
@@ -141,7 +142,11 @@ class StopStoreHost:
 
 @dataclass(frozen=True, slots=True)
 class RenewFence:
-    """Move the fence forward to this time of `boottime_ms`."""
+    """Let no worker, of this round or a later one, live beyond this point of `boottime_ms`.
+
+    A request moves the fence forward, never back; before the first one there is no fence. The
+    runner enforces it by itself, whatever happens to the agent.
+    """
 
     fence_at_ms: Number
 
@@ -173,8 +178,28 @@ ZygoteSpec = KeepZygote
 
 
 @dataclass(frozen=True, slots=True)
+class BeginZygote:
+    """Start a zygote in spite of `after_import`, since the script is known to suit it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSnapshots:
+    """Limit the memory for snapshots, and report them now and after each change.
+
+    With None, the limit stays, or is half of the memory that is free when a worker first requests
+    some. A new limit applies only to later requests. An agent repeats this after an adoption.
+    """
+
+    limit_bytes: Number | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Serve:
-    """Outlive the agent, and listen at `socket` for the next one. Only the first socket is used."""
+    """Outlive the agent, and listen at `socket` for the next one. Only the first socket is used.
+
+    A runner without an agent for `orphan_timeout_s` stops its workers, with `grace_s` before
+    SIGKILL, and ends. Further requests change only these times, from the next loss of an agent.
+    """
 
     socket: str
     orphan_timeout_s: float
@@ -183,7 +208,7 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep a value for the next agent."""
+    """Keep a value for the next agent, from before any later request is handled."""
 
     name: str
     value: str

@@ -72,14 +72,14 @@ class Runner:
             requests.StopStoreHost: self.store_hosts.stop,
             requests.RenewFence: self.fence.renew,
             requests.KeepZygote: self.forks.zygote.keep,
+            requests.BeginZygote: lambda _request: self.forks.zygote.begin(),
+            requests.HoldSnapshots: self.slots.hold,
             requests.Serve: self.agent.serve,
             requests.Keep: self.agent.keep,
             requests.Heard: self.agent.forget_confirmed,
         }
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             **{type_of(kind): partial(_decode_for, call, kind) for kind, call in handlers.items()},
-            "begin_zygote": lambda _request: self.forks.zygote.begin(),
-            "hold_snapshots": self.slots.hold,
             "watermark": self.slots.announce,
             "carry_copies": copies.carry,
             "fetch_copies": copies.fetch,

@@ -20,7 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from .descriptors import close_fds, dup_fds
-from .frames import Number, RequestError, Small, Text, decode, read_field
+from .frames import Number, RequestError, Small, Text, decode
 from .spawn import reason_of
 from .system import free_bytes
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from .agent_link import AgentLink
+    from .requests import HoldSnapshots
     from .snapshot_copies import SnapshotCopies
     from .worker_links import WorkerLink
 
@@ -144,10 +145,9 @@ class SnapshotSlots:
 
     # ------------------------------------------------------------------ the agent's requests
 
-    def hold(self, request: Mapping[str, object]) -> None:
-        if request.get("limit_bytes") is not None:
-            limit = read_field(request, "limit_bytes", int)
-            if not 0 <= limit <= MAX_SLOT_BYTES:
+    def hold(self, request: HoldSnapshots) -> None:
+        if (limit := request.limit_bytes) is not None:
+            if limit > MAX_SLOT_BYTES:
                 raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
             self._limit = limit
         self._agent.hears_of_snapshots = True

@@ -1,4 +1,4 @@
-"""The agent's link to one runner: requests are method calls, results are typed events."""
+"""The agent's link to one runner: requests and their results, which are events, are values."""
 
 from __future__ import annotations
 
@@ -21,20 +21,13 @@ from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, W
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.descriptors import close_fds
 from rdzv.agent.runner.requests import (
-    EndKept,
     Heard,
-    Keep,
     KeepSpec,
-    NotifyWorkers,
     ProgramSpec,
-    RenewFence,
-    Serve,
     StartStoreHost,
     StartWorkers,
-    StopStoreHost,
     StopWorkers,
     WorkerSpec,
-    ZygoteSpec,
     type_of,
 )
 from rdzv.agent.runner.spawn import NOT_STARTED
@@ -186,21 +179,9 @@ class RunnerLink:
     def pid(self) -> int:
         return self._pid
 
-    def serve(self, path: Path, orphan_timeout_s: float, grace_s: float) -> None:
-        """Make the runner outlive this process and listen at `path` for an agent that adopts it.
-
-        A runner without an agent for `orphan_timeout_s` stops its workers, with `grace_s` before
-        SIGKILL, and ends. Further calls change only these times, starting from the next loss of an
-        agent.
-        """
-        self._ask(Serve(str(path), orphan_timeout_s, grace_s))
-
-    def keep(self, name: str, value: str) -> None:
-        """Make the runner keep a value for the agent that adopts it.
-
-        The runner stores the value before it handles any later request.
-        """
-        self._ask(Keep(name, value))
+    def ask(self, request: Any, *fds: int) -> None:
+        """Send a request of runner/requests.py. Raises `ValueError` if it is too large."""
+        self._send({"type": type_of(type(request)), **_portable(asdict(request))}, *fds)
 
     async def let_go(self, timeout_s: float) -> None:
         """Leave the runner to the next agent: send unsent requests and stop receiving events."""
@@ -218,18 +199,6 @@ class RunnerLink:
             self._channel.close()
             self._exited.set()
 
-    def keep_zygote(self, zygote: ZygoteSpec) -> None:
-        """Start the zygote in advance of the workers that will be forked from it.
-
-        Only the first call has an effect. While no zygote is ready, workers start cold, unless the
-        zygote's `wait_s` allows them to wait. Changes of its state are logged.
-        """
-        self._ask(zygote)
-
-    def begin_zygote(self) -> None:
-        """Start a zygote with `after_import` now, since the script is known to suit it."""
-        self._send({"type": "begin_zygote"})
-
     def start_workers(
         self, round: int, workers: Sequence[WorkerSpec], keep: KeepSpec | None = None
     ) -> None:
@@ -239,7 +208,7 @@ class RunnerLink:
         workers can be kept later.
         """
         try:
-            self._ask(StartWorkers(round, tuple(workers), keep))
+            self.ask(StartWorkers(round, tuple(workers), keep))
         except ValueError as error:
             self._loop.call_soon(self._fail_start, round, str(error))
 
@@ -258,7 +227,7 @@ class RunnerLink:
         """
         fd = os.dup(listen_socket.fileno())
         try:
-            self._ask(StartStoreHost(round, (python, str(_STORE_HOST)), env, identity), fd)
+            self.ask(StartStoreHost(round, (python, str(_STORE_HOST)), env, identity), fd)
         except ValueError as error:
             log.error("cannot start the store host of round %d: %s", round, error)
             not_started = StoreHostExited(round, exit_code=NOT_STARTED)
@@ -280,35 +249,7 @@ class RunnerLink:
         here.
         """
         keep_s = None if keep_ms is None else _seconds(keep_ms)
-        self._ask(StopWorkers(round, int(signum), _seconds(grace_ms), keep_s, tuple(not_kept)))
-
-    def end_kept(self, grace_ms: int, charged: Sequence[int] = ()) -> None:
-        """End all parked workers with SIGTERM, and with SIGKILL after the grace period.
-
-        The LOCAL_RANKs in `charged` raise the exception they reported, instead of receiving
-        SIGTERM.
-        """
-        self._ask(EndKept(_seconds(grace_ms), tuple(charged)))
-
-    def notify_workers(self, round: int, signum: int) -> None:
-        """Signal each of the round's workers once, without ending anything."""
-        self._ask(NotifyWorkers(round, int(signum)))
-
-    def renew_fence(self, at_ms: int) -> None:
-        """Let no worker, of this round or a later one, live beyond this point of `boottime_ms`.
-
-        Each call moves the fence forward, never back; before the first call there is no fence. The
-        runner enforces it by itself, whatever happens to this process.
-        """
-        self._ask(RenewFence(at_ms))
-
-    def hold_snapshots(self, limit_bytes: int | None) -> None:
-        """Limit the memory for snapshots, and request a `SnapshotsHeld` now and after each change.
-
-        With None, the limit is half of the memory that is free when a worker first requests some. A
-        new limit applies only to later requests. Call this again after an adoption.
-        """
-        self._send({"type": "hold_snapshots", "limit_bytes": limit_bytes})
+        self.ask(StopWorkers(round, int(signum), _seconds(grace_ms), keep_s, tuple(not_kept)))
 
     def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None = None) -> None:
         """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
@@ -358,9 +299,6 @@ class RunnerLink:
         asked = [as_dict(source) for source in sources]
         self._send({"type": "fetch_copies", "mark": as_dict(mark), "sources": asked})
 
-    def stop_store_host(self, round: int) -> None:
-        self._ask(StopStoreHost(round))
-
     def kill(self) -> None:
         """Kill all processes now, including the runner. `RunnerExited` follows."""
         self._asked_to_end = True
@@ -378,10 +316,6 @@ class RunnerLink:
                 await self._exited.wait()
 
     # ------------------------------------------------------------------ to the runner
-
-    def _ask(self, request: Any, *fds: int) -> None:
-        """Send a request of requests.py. Raises `ValueError` if it is too large."""
-        self._send({"type": type_of(type(request)), **_portable(asdict(request))}, *fds)
 
     def _send(self, message: Mapping[str, object], *fds: int) -> None:
         if self._exited.is_set():
@@ -464,7 +398,7 @@ class RunnerLink:
             # An event is confirmed only after it has been handled, so that an event that kills the
             # agent is resent to the next one.
             self._heard = self._last_event
-            self._ask(Heard(self._heard))
+            self.ask(Heard(self._heard))
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
         """Deliver the events that arrived while another event was being handled."""
