@@ -38,10 +38,10 @@ class Node:
     """A runner as far as it deals with copies."""
 
     def __init__(self, loop: Loop, children: Children, *, free: int = 1000 * MIB) -> None:
-        self.loop = loop
+        self.loop, self.children = loop, children
         self.agent: Any = Agent(loop)
-        self.slots = SnapshotSlots(self.agent, lambda: free)
-        self.slots.copies = self.copies = SnapshotCopies(loop, children, self.slots)
+        self.slots = SnapshotSlots(self, lambda: free)  # type: ignore[arg-type]
+        self.copies = SnapshotCopies(self)  # type: ignore[arg-type]
         self.link = Link(0)
         self.slots.hold(HoldSnapshots(None))
 
@@ -290,9 +290,10 @@ def test_no_carrier_is_started_before_the_one_that_is_being_killed_is_gone() -> 
         return child
 
     loop = Loop()
-    children: Any = SimpleNamespace(start=start)
-    slots: Any = SimpleNamespace(tell=lambda: None, all=list)
-    copies = SnapshotCopies(loop, children, slots)
+    children = SimpleNamespace(start=start)
+    slots = SimpleNamespace(tell=lambda: None, all=list)
+    runner: Any = SimpleNamespace(loop=loop, children=children, slots=slots)
+    copies = SnapshotCopies(runner)
     request = {"argv": ["carrier"], "env": {}, "pem": "", "token": "t", "fingerprint": ""}
     copies.carry(request)
     child, link = started[0]

@@ -20,6 +20,7 @@ from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.frames import RequestError, decode
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import HoldSnapshots
+from rdzv.agent.runner.snapshot_copies import SnapshotCopies
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,
@@ -83,7 +84,8 @@ class Story:
     def __init__(self, free: int | None = 100 * MIB) -> None:
         self.free = free
         self.agent = Agent(Loop())
-        self.slots = SnapshotSlots(self.agent, lambda: self.free)
+        self.slots = SnapshotSlots(self, lambda: self.free)  # type: ignore[arg-type]
+        self.copies: Any = SnapshotCopies(self)  # type: ignore[arg-type]
         self.links: list[Link] = []
 
     def ask(self, local_rank: int, size: int) -> Link:
@@ -278,9 +280,9 @@ def test_memory_that_holds_no_copy_is_freed_for_slots(story: Story, has_spare: b
 
     story.free = None
     story.slots.hold(HoldSnapshots(10 * MIB))
-    story.slots.copies = Copies()  # type: ignore[assignment]
+    none, story.copies = story.copies, Copies()
     assert bool(story.ask(0, 4 * MIB).refused) is not has_spare
-    story.slots.copies = None
+    story.copies = none
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "ftruncate"])
@@ -302,7 +304,8 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
     assert not story.agent.told
     story.slots.hold(HoldSnapshots(None))
     first = asdict(SAVED)
-    assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first]}]
+    more = {"carrier": None, "missing": None}
+    assert story.agent.told == [{"type": "snapshots_held", "snapshots": [first], **more}]
     # A part that is no complete state is held but not reported; nor is a slot being written.
     story.ask(1, MIB)
     story.slots.note(1, 0, None)

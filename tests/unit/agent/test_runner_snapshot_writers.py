@@ -32,6 +32,10 @@ class Runner:
         self.pinned: list[Any] = []
         self.told: list[dict[str, Any]] = []
 
+    def writers(self, loop: Loop | None = None) -> SnapshotWriters:
+        parts = dict.fromkeys(("children", "agent", "slots", "forks"), self)
+        return SnapshotWriters(SimpleNamespace(loop=loop or Loop(), **parts))  # type: ignore[arg-type]
+
     def copies_of(self, _mark: object) -> list[int]:
         return self.fds
 
@@ -60,7 +64,7 @@ def test_a_writer_that_cannot_start_is_told_with_its_reason(has_memory: bool) ->
     """And pins nothing: workers would skip saves for a process that is not there."""
     runner = Runner()
     runner.has_memory = has_memory
-    writers = SnapshotWriters(Loop(), runner, runner, runner, runner)  # type: ignore[arg-type]
+    writers = runner.writers()
     writers.write(REQUEST)
     (told,) = runner.told
     assert (told["type"], told["mark"]["step"]) == ("snapshots_written", 40)
@@ -82,7 +86,7 @@ class Starting(Runner):
 
 def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
     runner, loop = Starting(), Loop()
-    writers = SnapshotWriters(loop, runner, runner, runner, runner)  # type: ignore[arg-type]
+    writers = runner.writers(loop)
 
     def write(*, has_memory: bool) -> tuple[list[int], Callable[[Any, int], None]]:
         runner.fds, runner.has_memory = [os.memfd_create("slot")], has_memory
@@ -131,7 +135,7 @@ def test_a_step_may_be_overwritten_once_the_writer_has_copied_it() -> None:
 )
 def test_the_end_of_a_writer_is_told_with_its_reason(code: int, failure: str, reason: str) -> None:
     runner = Starting()
-    writers = SnapshotWriters(Loop(), runner, runner, runner, runner)  # type: ignore[arg-type]
+    writers = runner.writers()
     writers.write(REQUEST)
     assert (runner.told, len(runner.pinned)) == ([], 1)
     (_, fds, end) = runner.started[0]
@@ -156,7 +160,7 @@ class Forked:
 def test_a_writer_is_forked_if_the_zygote_has_torch_and_else_started_cold(refused: bool) -> None:
     runner, loop = Starting(), Loop()
     runner.has_memory = runner.has_zygote = True
-    writers = SnapshotWriters(loop, runner, runner, runner, runner)  # type: ignore[arg-type]
+    writers = runner.writers(loop)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     writers.write(REQUEST)
     assert not runner.started and runner.pinned[-1]

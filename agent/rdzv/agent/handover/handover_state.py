@@ -102,11 +102,7 @@ def decode_placement(text: str | None) -> KeptPlacement:
 
 
 def decode_state(text: str | None) -> KeptState:
-    """Decode a kept state.
-
-    Raises:
-        NotAdoptableError: it is missing or damaged.
-    """
+    """Decode a kept state. Raises `NotAdoptableError` if it is missing or damaged."""
     return _decode(STATE, text, KeptState)
 
 

@@ -35,8 +35,7 @@ from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers
 from rdzv.agent.output.run_files import Written
-from rdzv.agent.runner import requests
-from rdzv.agent.runner.spawn import reason_of
+from rdzv.agent.runner import requests, spawn
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
@@ -429,7 +428,7 @@ class JobDriver:
         try:
             return replace(self.offer, store_port=self.store_socket.port)
         except OSError as error:
-            why = f"no port can be bound for the c10d store: {reason_of(error)}"
+            why = f"no port can be bound for the c10d store: {spawn.reason_of(error)}"
             self.post(events.RunnerLost(why))
             return None
 

@@ -55,9 +55,8 @@ class Runner:
         self.connections = HeldConnections(self)
         self.fence = Fence(self)
         self.forks = WarmForks(self)
-        self.slots = SnapshotSlots(self.agent)
-        self.slots.copies = copies = SnapshotCopies(loop, self.children, self.slots)
-        writers = SnapshotWriters(loop, self.children, self.agent, self.slots, self.forks)
+        self.slots = SnapshotSlots(self)
+        self.copies = SnapshotCopies(self)
         self.workers = Workers(self)
         self.store_hosts = StoreHosts(self)
         self.killing = Killing(self)
@@ -81,9 +80,9 @@ class Runner:
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             **{type_of(kind): partial(_decode_for, call, kind) for kind, call in handlers.items()},
             "watermark": self.slots.announce,
-            "carry_copies": copies.carry,
-            "fetch_copies": copies.fetch,
-            "write_snapshots": writers.write,
+            "carry_copies": self.copies.carry,
+            "fetch_copies": self.copies.fetch,
+            "write_snapshots": SnapshotWriters(self).write,
             "ping": lambda _request: self.agent.send({"type": "pong"}),
             "shutdown": self._shut_down,
         }

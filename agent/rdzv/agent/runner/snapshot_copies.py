@@ -27,9 +27,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .child_exits import Child, Children
-    from .loop import Loop
-    from .snapshot_slots import SnapshotSlots
+    from .child_exits import Child
+    from .runner import Runner
 
 MAX_COPIES = 200
 """The maximum number of copies in a fetch, whose descriptors must fit into one message."""
@@ -52,10 +51,8 @@ class _Copies:
 class SnapshotCopies:
     """This node's copies of other nodes' snapshots."""
 
-    def __init__(self, loop: Loop, children: Children, slots: SnapshotSlots) -> None:
-        self._loop = loop
-        self._children = children
-        self._slots = slots
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._kept: _Copies | None = None
         """The copies for the newest mark whose requested copies are all complete."""
         self._coming: _Copies | None = None
@@ -138,7 +135,7 @@ class SnapshotCopies:
             except OSError as error:
                 write_warning(f"cannot start the process that copies snapshots: {error}")
                 return
-            for local_rank, size, fds in self._slots.all():
+            for local_rank, size, fds in self._runner.slots.all():
                 self.send_slots(local_rank, size, fds)
         self._tell({"type": "credentials", "token": token, "pem": pem})
 
@@ -152,7 +149,7 @@ class SnapshotCopies:
         if self._channel is None:
             self._lack(mark, "the process that fetches them is not running")
             return
-        if self._kept is not None and self._slots.is_outdated(self._kept.mark):
+        if self._kept is not None and self._runner.slots.is_outdated(self._kept.mark):
             self._give_up_kept()
         self._coming = _Copies(mark)
         self._missing = None
@@ -178,7 +175,7 @@ class SnapshotCopies:
             self._spare.remove(fd)
             return fd
         larger = size + size // 16 + (1 << 20)  # Plain values may grow.
-        self._slots.refuse_too_large("a copy needs", larger)
+        self._runner.slots.refuse_too_large("a copy needs", larger)
         return memory_file("rdzv copy", larger)
 
     # ------------------------------------------------------------------ the carrier
@@ -189,13 +186,13 @@ class SnapshotCopies:
         try:
             with theirs:
                 fd = theirs.fileno()
-                self._loop.watch(channel.fileno(), self._read)
+                self._runner.loop.watch(channel.fileno(), self._read)
                 argv = (*program.argv, "--fd", str(fd))
                 started = replace(program, argv=argv, pass_fds=(fd,))
                 name = "the process that copies snapshots"
-                self.carrier = self._children.start(name, started, self._end, spared=True)
+                self.carrier = self._runner.children.start(name, started, self._end, spared=True)
         except OSError:
-            self._loop.unwatch(channel.fileno())
+            self._runner.loop.unwatch(channel.fileno())
             channel.close()
             raise
         self._channel = channel
@@ -206,7 +203,7 @@ class SnapshotCopies:
             return
         try:
             self._channel.send({**message, "fds": len(fds)}, *fds)
-            self._loop.watch_channel(self._channel)
+            self._runner.loop.watch_channel(self._channel)
         except (OSError, BufferError, ValueError):
             self._hang_up()
 
@@ -216,7 +213,7 @@ class SnapshotCopies:
             return
         try:
             channel.flush()
-            self._loop.watch_channel(channel)
+            self._runner.loop.watch_channel(channel)
             channel.receive()
             while self._channel is channel and (message := channel.next_message()) is not None:
                 self._take(message)
@@ -232,7 +229,7 @@ class SnapshotCopies:
                 raise RequestError(f"port: expected 1 to 65535, got {port!r:.80}")
             if token == self._given["token"]:
                 self._port, self._used = port, self._given
-                self._slots.tell()
+                self._runner.slots.tell()
         elif self._coming is None or message.get("id") != self._fetches:
             return  # It belongs to an earlier fetch.
         elif kind == "fetched":
@@ -253,7 +250,7 @@ class SnapshotCopies:
             return
         self._give_up_kept()
         self._kept, self._coming = self._coming, None
-        self._slots.tell()
+        self._runner.slots.tell()
 
     def _end(self, child: Child, code: int) -> None:
         if child is self.carrier:
@@ -266,7 +263,7 @@ class SnapshotCopies:
         if self._channel is not None:
             if reason:
                 write_warning(f"cannot exchange copies of snapshots: {reason}")
-            self._loop.unwatch(self._channel.fileno())
+            self._runner.loop.unwatch(self._channel.fileno())
             self._channel.close()
             self._channel = None
         if self.carrier is not None:
@@ -277,7 +274,7 @@ class SnapshotCopies:
         if self._coming is not None:
             self._missing = {"mark": asdict(self._coming.mark), "reason": reason}
             self._give_up_coming()
-        self._slots.tell()
+        self._runner.slots.tell()
 
     # ------------------------------------------------------------------ inside
 
@@ -297,7 +294,7 @@ class SnapshotCopies:
 
     def _lack(self, mark: Mark, reason: str) -> None:
         self._missing = {"mark": asdict(mark), "reason": reason}
-        self._slots.tell()
+        self._runner.slots.tell()
 
 
 def _snapshots_of(source: object) -> list[object]:

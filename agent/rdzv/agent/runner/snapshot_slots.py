@@ -28,9 +28,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from .agent_link import AgentLink
     from .requests import HoldSnapshots
-    from .snapshot_copies import SnapshotCopies
+    from .runner import Runner
     from .worker_links import WorkerLink
 
 SLOTS = 2
@@ -124,9 +123,9 @@ def memory_file(name: str, size: int) -> int:
 class SnapshotSlots:
     """Manages the slots of all workers of this runner."""
 
-    def __init__(self, agent: AgentLink, free: Callable[[], int | None] = free_bytes) -> None:
-        """Report to `agent` on request. `free` returns the free memory, or None if unknown."""
-        self._agent = agent
+    def __init__(self, runner: Runner, free: Callable[[], int | None] = free_bytes) -> None:
+        """Report to the agent on request. `free` returns the free memory, or None if unknown."""
+        self._runner = runner
         self._free = free
         self._slots: dict[int, Slots] = {}
         self._replaced: dict[int, Slots] = {}
@@ -140,8 +139,6 @@ class SnapshotSlots:
         self._counted_at = time.monotonic()
         self._tell_at: float | None = None
         """When to report the changes that no report has shown yet; None if there are none."""
-        self.copies: SnapshotCopies | None = None
-        """The copies of other nodes' snapshots, or None if this runner keeps none."""
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -150,7 +147,7 @@ class SnapshotSlots:
             if limit > MAX_SLOT_BYTES:
                 raise RequestError(f"limit_bytes: expected 0 to {MAX_SLOT_BYTES}, got {limit}")
             self._limit = limit
-        self._agent.hears_of_snapshots = True
+        self._runner.agent.hears_of_snapshots = True
         self._report()
 
     def announce(self, request: Mapping[str, object]) -> None:
@@ -183,8 +180,7 @@ class SnapshotSlots:
             for number, snapshot in enumerate(slots.snapshots):
                 if snapshot is not None and snapshot.mark.step > resume_step:
                     slots.snapshots[number] = None
-        if self.copies is not None:
-            self.copies.drop_after(resume_step)
+        self._runner.copies.drop_after(resume_step)
         self.tell()
 
     # ------------------------------------------------------------------ writing to disk
@@ -226,15 +222,16 @@ class SnapshotSlots:
         self._links[link.local_rank] = link
         copies: tuple[int, ...] = ()
         try:
-            if with_copies and self.copies is not None:
-                copies = self.copies.for_worker(link.local_rank)
+            if with_copies:
+                copies = self._runner.copies.for_worker(link.local_rank)
             slots = self._reserved(link.local_rank, size) if size else self._used(link.local_rank)
             fds = dup_fds(*slots.fds)
         except (NoSlotsError, OSError) as error:
             reason = reason_of(error) if isinstance(error, OSError) else str(error)
             link.tell("no_slots", copies, reason=reason)
-            if size and self._agent.hears_of_snapshots:
-                self._agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
+            agent = self._runner.agent
+            if size and agent.hears_of_snapshots:
+                agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
         else:
             self._tell_watermark(link)
             if self._pinned is not None:
@@ -268,8 +265,7 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ memory
 
     def close(self) -> None:
-        if self.copies is not None:
-            self.copies.close()
+        self._runner.copies.close()
         for slots in (*self._slots.values(), *self._replaced.values()):
             slots.close()
 
@@ -292,8 +288,7 @@ class SnapshotSlots:
                 self._replaced[local_rank] = held
             else:
                 held.close()
-        if self.copies is not None:
-            self.copies.send_slots(local_rank, size, made.fds)
+        self._runner.copies.send_slots(local_rank, size, made.fds)
         return made
 
     def refuse_too_large(self, what: str, wanted: int) -> None:
@@ -301,7 +296,7 @@ class SnapshotSlots:
         try:
             self._refuse_too_large(what, wanted)
         except NoSlotsError:
-            if self.copies is None or not self.copies.free():
+            if not self._runner.copies.free():
                 raise
             self._refuse_too_large(what, wanted)
 
@@ -312,9 +307,8 @@ class SnapshotSlots:
         all_slots = [*self._slots.values(), *self._replaced.values()]
         reserved = sum(SLOTS * slots.size for slots in all_slots)
         untouched = sum(slots.untouched for slots in all_slots)
-        if self.copies is not None:
-            reserved += self.copies.reserved()
-            untouched += self.copies.untouched()
+        reserved += self._runner.copies.reserved()
+        untouched += self._runner.copies.untouched()
         if self._limit is not None and reserved + wanted > self._limit:
             raise NoSlotsError(
                 f"{what} {_amount(wanted)}, but only {_amount(max(self._limit - reserved, 0))} "
@@ -346,18 +340,16 @@ class SnapshotSlots:
 
     def _report(self) -> None:
         self._tell_at = None
-        if self._agent.hears_of_snapshots:
+        if self._runner.agent.hears_of_snapshots:
             snapshots = [
                 snapshot
                 for _, slots in sorted((self._slots | self._replaced).items())
                 for snapshot in slots.snapshots
                 if snapshot is not None
             ]
-            more: dict[str, object] = {}
-            if self.copies is not None:
-                snapshots += self.copies.held()
-                more = self.copies.described()
-            self._agent.tell("snapshots_held", snapshots=[asdict(one) for one in snapshots], **more)
+            copies = self._runner.copies
+            held = [asdict(one) for one in (*snapshots, *copies.held())]
+            self._runner.agent.tell("snapshots_held", snapshots=held, **copies.described())
 
 
 def _amount(count: int) -> str:

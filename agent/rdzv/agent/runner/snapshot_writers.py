@@ -24,11 +24,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .agent_link import AgentLink
-    from .child_exits import Child, Children
-    from .loop import Loop
-    from .snapshot_slots import SnapshotSlots
-    from .warm_forks import Fork, WarmForks
+    from .child_exits import Child
+    from .runner import Runner
+    from .warm_forks import Fork
 
 _COPIED = "RDZV_SNAPSHOT_COPIED"
 
@@ -36,19 +34,8 @@ _COPIED = "RDZV_SNAPSHOT_COPIED"
 class SnapshotWriters:
     """Runs the writer process, at most one at a time."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        children: Children,
-        agent: AgentLink,
-        slots: SnapshotSlots,
-        forks: WarmForks,
-    ) -> None:
-        self._loop = loop
-        self._children = children
-        self._agent = agent
-        self._slots = slots
-        self._forks = forks
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._mark: Mark | None = None
         """The step that is being written, or None."""
         self._copied: socket.socket | None = None
@@ -62,7 +49,7 @@ class SnapshotWriters:
             self._tell(mark, "another step is still being written")
             return
         try:
-            fds = self._slots.copies_of(mark)
+            fds = self._runner.slots.copies_of(mark)
         except OSError as error:
             self._tell(mark, reason_of(error))
             return
@@ -79,24 +66,24 @@ class SnapshotWriters:
             identity=spec.identity,
         )
         try:
-            if self._slots.has_memory_for_copies(fds):
+            if self._runner.slots.has_memory_for_copies(fds):
                 # No pipe: a job holds its lock, and so delays its close, for as long as it likes.
                 self._copied, theirs = socket.socketpair()
                 program = replace(program, pass_fds=(*fds, theirs.detach()))
-                self._loop.watch(self._copied.fileno(), self._unpin)
+                self._runner.loop.watch(self._copied.fileno(), self._unpin)
         except OSError as error:
             close_fds(program.pass_fds)
             self._finish(reason_of(error))
             return
-        if self._forks.has_imported("torch", spec.argv[0], spec.identity):
-            self._slots.pin(mark)
-            self._forks.want([WarmWriter(self, program, copies=self._copied is not None)])
+        if self._runner.forks.has_imported("torch", spec.argv[0], spec.identity):
+            self._runner.slots.pin(mark)
+            self._runner.forks.want([WarmWriter(self, program, copies=self._copied is not None)])
         else:
             self._start_cold(program)
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
         for start in starts:
-            if isinstance(start, WarmWriter) and not self._loop.shutting_down:
+            if isinstance(start, WarmWriter) and not self._runner.loop.shutting_down:
                 write_warning(f"the writer of a snapshot will start cold: {reason}")
                 self._start_cold(start.program)
             elif isinstance(start, WarmWriter):
@@ -112,22 +99,22 @@ class SnapshotWriters:
         try:
             name = f"the writer of step {self._mark.step}"
             end = partial(self.end, program.identity is not None)
-            self._children.start(name, started, end, spared=True)
+            self._runner.children.start(name, started, end, spared=True)
         except OSError as error:
             self._finish(reason_of(error))
         else:
-            self._slots.pin(self._mark)
+            self._runner.slots.pin(self._mark)
         finally:
             close_fds(program.pass_fds)
 
     def _unpin(self) -> None:
         """Let workers overwrite the step, whatever the job's end of the link says."""
         self._close_copied()
-        self._slots.pin(None)
+        self._runner.slots.pin(None)
 
     def _close_copied(self) -> None:
         if self._copied is not None:
-            self._loop.unwatch(self._copied.fileno())
+            self._runner.loop.unwatch(self._copied.fileno())
             close_job_socket(self._copied)
             self._copied = None
 
@@ -144,8 +131,8 @@ class SnapshotWriters:
         self._tell(mark, reason)
 
     def _tell(self, mark: Mark, reason: str) -> None:
-        if self._agent.hears_of_snapshots:
-            self._agent.tell("snapshots_written", mark=asdict(mark), reason=reason)
+        if self._runner.agent.hears_of_snapshots:
+            self._runner.agent.tell("snapshots_written", mark=asdict(mark), reason=reason)
 
 
 class WarmWriter(WarmStart):
