@@ -19,7 +19,7 @@ from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import JobTerms, Phase
 from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.link import Identity, ServerLink
+from rdzv.agent.server_link.link import NodeIdentity, ServerLink
 from rdzv.client import Endpoint
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Offer
@@ -61,7 +61,7 @@ class SimulatedNode:
         self._inbox: deque[events.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
-        identity = Identity(
+        identity = NodeIdentity(
             node_id=node_id,
             instance=uuid.uuid4().hex,
             kind=AgentKind.FOREGROUND,

@@ -36,7 +36,7 @@ from rdzv.core.commands import Command, Decline, Fail, Leave, ReportStoreHost, R
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Assignment, Ended, JobSpec, RoundEnd, Snapshot, SnapshotMark
 from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
@@ -100,7 +100,7 @@ class Hello:
     fence_after_ms: Duration = 0
     """How long the node waits for an answer before killing its workers; 0 if it never does."""
     agent_version: Label = ""
-    resources: Resources | None = None
+    resources: NodeResources | None = None
     """The node's resources, or None if it accepts no submitted jobs."""
     holdings: Holdings = Holdings()
     health: Health = Health()

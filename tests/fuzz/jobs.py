@@ -108,7 +108,7 @@ def _read(path: Path, kind: str, data: bytes) -> None:
             assert all(isinstance(word, str) for word in words)
         except (ValueError, TypeError, AssertionError, RecursionError):
             return
-    caller = job_request.Caller(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
+    caller = job_request.CallerContext(str(path.parent), {"HOME": "/home/ada", "X": "\udcff"})
     with refusing(), suppress(click.ClickException, click.exceptions.Exit, SystemExit):
         asked = job_request.read(words, caller)
         # The command sends the server what it accepts.

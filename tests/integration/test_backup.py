@@ -171,7 +171,7 @@ class CutService(pb_grpc.ControlServicer):
     async def Backup(  # type: ignore[override]  # noqa: N802
         self, request: pb.BackupRequest, context: object
     ) -> AsyncIterator[pb.BackupChunk]:
-        line = backup.written_line(backup.Header("x", 1, 1))
+        line = backup.written_line(backup.BackupHeader("x", 1, 1))
         yield pb.BackupChunk(data=line)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rdzv.agent.launch.launch import Output
 from rdzv.agent.output.console_tee import (
-    Stream,
+    OutputStream,
     Tee,
     line_prefix,
     parse_filters,
@@ -130,7 +130,10 @@ async def follow_workers(case: Case, folder: Path) -> Result:
     for rank in range(NPROC):
         (round_dir / str(rank)).mkdir(parents=True)
     tee = Tee(out, err)
-    for stream, text in ((Stream.OUT, case.out_filters), (Stream.ERR, case.err_filters)):
+    for stream, text in (
+        (OutputStream.OUT, case.out_filters),
+        (OutputStream.ERR, case.err_filters),
+    ):
         if text:
             tee.duplicate(stream, routes(case, round_dir).filtered[stream], parse_filters(text))
     workers = [start_worker(case, tee, script, round_dir, rank, (out, err)) for rank in (0, 1)]
@@ -150,7 +153,9 @@ def start_worker(
     prefix = line_prefix(case.template, case.role, rank, rank)
     routed = routes(case, round_dir).workers[rank]
     outputs = []
-    for stream, file, console in zip(Stream, (routed.stdout, routed.stderr), consoles, strict=True):
+    for stream, file, console in zip(
+        OutputStream, (routed.stdout, routed.stderr), consoles, strict=True
+    ):
         if stream in routed.teed:
             tee.follow(routed.teed[stream], prefix, stream)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -218,12 +223,12 @@ def test_the_cases_have_something_to_compare(torchruns: dict[str, Result]) -> No
 FLOOD = r"""
 import asyncio, os, resource, sys
 from pathlib import Path
-from rdzv.agent.output.console_tee import Stream, Tee
+from rdzv.agent.output.console_tee import OutputStream, Tee
 
 async def main():
     tee = Tee(1, 2)
     path = Path(sys.argv[1])
-    tee.follow(path, b"[default0]:", Stream.OUT)
+    tee.follow(path, b"[default0]:", OutputStream.OUT)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     line = b"x" * 79 + b"\n"
     process = await asyncio.create_subprocess_exec(

@@ -24,7 +24,7 @@ from cluster import BIN, alive, cluster
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.launch import EventSink, Launch, Output
 from rdzv.agent.output import logs_specs
-from rdzv.agent.output.console_tee import Stream, Tee
+from rdzv.agent.output.console_tee import OutputStream, Tee
 from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import RoundOutput
 from rdzv.agent.system import side_process
@@ -375,9 +375,12 @@ async def test_the_class_says_where_workers_write_and_may_change_their_environme
     assert isinstance(output, RoundOutput)
     first, second = output.workers
     assert (first.stdout, first.stderr) == (tmp_path / "4.out", None)
-    assert (first.teed, second.teed) == ({Stream.OUT: tmp_path / "0.out"}, {})
+    assert (first.teed, second.teed) == ({OutputStream.OUT: tmp_path / "0.out"}, {})
     assert (first.error, second.error) == (tmp_path / "0.json", tmp_path / "1.json")
-    assert output.filtered == {Stream.OUT: Path(os.devnull), Stream.ERR: Path(os.devnull)}
+    assert output.filtered == {
+        OutputStream.OUT: Path(os.devnull),
+        OutputStream.ERR: Path(os.devnull),
+    }
     assert (tmp_path / "4.out").read_text() == ""
     assert first.environ["RANK"] == "4"
     assert first.environ["SEEN"] == repr(

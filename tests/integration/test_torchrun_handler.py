@@ -43,9 +43,9 @@ from rdzv.server.security.tls import Tls
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
-from rdzv.torchrun.conversation import Part, Phase
+from rdzv.torchrun.conversation import Part, PartPhase
 from rdzv.torchrun.handler import RdzvHandler
-from rdzv.torchrun.plugin_options import KEYS, Options, read_options
+from rdzv.torchrun.plugin_options import KEYS, PluginOptions, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.sync_stream import NodeStream
@@ -388,7 +388,7 @@ class Torchrun:
         self.streams: list[FakeStream] = []
         given = {"settings": UNCOUNTED, "close_timeout_s": 0.2, "read_timeout_s": 5.0, **options}
         read = read_options(params())
-        self.handler = RdzvHandler(Options("job-7", "n1", read.endpoints, **given))
+        self.handler = RdzvHandler(PluginOptions("job-7", "n1", read.endpoints, **given))
 
     def make_stream(self, *args: Any) -> FakeStream:
         stream = FakeStream(*args)
@@ -630,7 +630,9 @@ def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
 
     with serving(script) as port:
         endpoints = (Endpoint("127.0.0.1", port()),)
-        handler = RdzvHandler(Options("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1))
+        handler = RdzvHandler(
+            PluginOptions("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1)
+        )
 
         def server_comes() -> None:
             stream = None
@@ -672,7 +674,9 @@ def test_a_stream_that_joins_again_after_join_timeout_has_a_server(
     with serving(script) as port:
         endpoints = (Endpoint("127.0.0.1", port()),)
         port()
-        handler = RdzvHandler(Options("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1))
+        handler = RdzvHandler(
+            PluginOptions("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1)
+        )
         handler.next_rendezvous()
         clock.ahead_s = 1000
         handler.next_rendezvous()
@@ -1004,7 +1008,7 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
 
 def test_a_node_has_no_part_before_it_joins() -> None:
     part = Part("job-7", UNCOUNTED, pb.Offer())
-    assert (part.phase, part.beliefs(), part.ended) == (Phase.APART, [], False)
+    assert (part.phase, part.beliefs(), part.ended) == (PartPhase.APART, [], False)
 
 
 def test_a_new_lease_changes_how_often_the_node_is_heard() -> None:

@@ -39,7 +39,7 @@ from rdzv.worker import (
     session,
 )
 from rdzv.worker.contents import Contents
-from rdzv.worker.cutting import Cut, NcclCut, recording_store
+from rdzv.worker.cutting import NcclCut, RoundCut, recording_store
 from rdzv.worker.groups import Options, RoundGroups
 from rdzv.worker.rounds import follows_from_cut, is_suspect, round_of
 from rdzv.worker.sealing import Sealing
@@ -334,7 +334,7 @@ class FakeLink:
 
     holds_connections = False
 
-    def begin(self, number: int, cut: Cut) -> None:
+    def begin(self, number: int, cut: RoundCut) -> None:
         pass
 
     def is_over(self) -> bool:

@@ -21,7 +21,7 @@ from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
 from rdzv.core.model import UNMOVED, Assignment, Moved, Offer
 from rdzv.structs import replace, struct
@@ -70,7 +70,7 @@ class NodeSpec:
     topology: str
     can_host_store: bool
     shutdown_timeout_ms: int
-    resources: Resources | None = None
+    resources: NodeResources | None = None
     """Its resources for submitted jobs; None if it takes none."""
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
-from rdzv.agent.node.gpu_assignments import Ledger
+from rdzv.agent.node.gpu_assignments import GpuLedger
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event
 from rdzv.core.commands import Decline
@@ -51,7 +51,7 @@ class Daemon(Agent):
         assert spec.resources is not None
         self.resources = spec.resources
         self.held: list[Held] = []
-        self._ledger = Ledger.of(spec.resources)
+        self._ledger = GpuLedger.of(spec.resources)
         self._leaving = False
 
     def begin(self, rdzv_ids: tuple[str, ...]) -> None:

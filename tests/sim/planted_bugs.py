@@ -267,14 +267,14 @@ MUTANTS = (
     ),
     Mutant(
         "a check that hangs is asked again and again",
-        "Health._ask",
+        "NodeHealth._ask",
         "            if not task.done():",
         "            if False:",
         by="tests/unit/agent/test_agent_health.py",
     ),
     Mutant(
         "a GPU that was in use when it was looked at counts as looked at",
-        "Health.look",
+        "NodeHealth.look",
         " or not unused <= self._looked_at:",
         ":",
         by="tests/unit/agent/test_agent_health.py",

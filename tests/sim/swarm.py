@@ -11,7 +11,7 @@ from random import Random
 
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.node.submitted_launch import SERVER_TIMEOUT_MS
-from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import Gpu, NodeResources, gpus_needed
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.fleet.quarantine import QuarantineRules
 from rdzv.core.model import JobSpec, ScaleUp, Settings
@@ -373,7 +373,7 @@ def _with_submitted(swarm: Swarm, random: Random) -> Swarm:
     for number in range(1, random.randint(2, 6) + 1):
         node = _node(f"n{number}", random, [AgentKind.FOREGROUND])
         gpus = tuple(Gpu(f"GPU-{i}", "H100", 2**30) for i in range(random.choice((0, 2, 4))))
-        resources = Resources(
+        resources = NodeResources(
             cpus=8,
             memory_bytes=2**30,
             gpus=gpus,

@@ -24,7 +24,7 @@ from rdzv.stores.etcd_client import (
     CHANNEL_OPTIONS,
     MAX_REQUEST_BYTES,
     EtcdClient,
-    RefusedError,
+    EtcdRefusedError,
 )
 from rdzv.stores.etcd_config import EtcdConfig
 from rdzv.structs import replace
@@ -73,7 +73,7 @@ def test_endpoints_that_can_not_be_used_are_named(endpoints: str, says: str) -> 
 )
 def test_a_refusal_says_what_to_change(status: str, said: str, says: str) -> None:
     config = replace(GOOD, user="ada", password="x")
-    mistake = etcd_client.mistake(config, RefusedError("", grpc.StatusCode[status], said))
+    mistake = etcd_client.mistake(config, EtcdRefusedError("", grpc.StatusCode[status], said))
     assert mistake.startswith(f"{config.place}: ")
     assert says in mistake
 

@@ -30,7 +30,7 @@ from rdzv.server.replication import offline
 from rdzv.stores import sqlite_file
 from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite import SqliteStore
-from rdzv.stores.sqlite_file import Mark
+from rdzv.stores.sqlite_file import StoreMark
 from tests.support.settings import rdzvd_settings
 
 pytestmark = pytest.mark.slow
@@ -390,11 +390,11 @@ async def test_a_store_that_has_lost_nothing_is_not_refused(
     await commit(store, "g")
     await store.close()
     assert await problem_seen(path.parent) == ""
-    inside = Mark(counted_in(path).store, 7)
+    inside = StoreMark(counted_in(path).store, 7)
     assert sqlite_file.read_mark(path) == inside == counted_in(path)
 
 
-def counted_in(path: Path) -> Mark:
+def counted_in(path: Path) -> StoreMark:
     with closing(sqlite3.connect(path)) as db:
         return sqlite_file.counted(db)
 

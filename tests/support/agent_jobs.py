@@ -18,7 +18,7 @@ from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner import requests
 from rdzv.agent.runner.requests import WorkerSpec
-from rdzv.agent.runner_link import Hello
+from rdzv.agent.runner_link import RunnerHello
 from rdzv.core.model import Assignment, Settings, SnapshotMark
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -69,9 +69,9 @@ class FakeRunner:
         return self
 
     @property
-    def hello(self) -> Hello:
+    def hello(self) -> RunnerHello:
         workers, hosts = {0: 100, 1: 101}, frozenset(self.store_hosts)
-        return Hello(self.pid, self.last_round, workers, hosts, kept=self.keeps)
+        return RunnerHello(self.pid, self.last_round, workers, hosts, kept=self.keeps)
 
     def ask(self, request: object) -> None:
         match request:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from rdzv.bounds import Coded, Else, Unsent
-from rdzv.transport.wire import Shape, shapes_of
+from rdzv.transport.wire import FieldType, shapes_of
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ def _struct(kind: type[T], numbers: Iterator[int] | None) -> T:
     return kind(**{name: _value(shape, numbers) for name, shape in sent.items()})
 
 
-def _value(shape: Shape, numbers: Iterator[int] | None) -> Any:
+def _value(shape: FieldType, numbers: Iterator[int] | None) -> Any:
     kind = shape.kind
     if numbers is None and (shape.optional or Else in shape.marks):
         return shape.unset

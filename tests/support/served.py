@@ -144,7 +144,9 @@ class Served:
 
     # ---------------------------------------------------------------- in its thread
 
-    async def serve(self, ready: asyncio.Future[None], progress: server_settings.Progress) -> None:
+    async def serve(
+        self, ready: asyncio.Future[None], progress: server_settings.ProgressSettings
+    ) -> None:
         listen = Listen("127.0.0.1", free_port())
         config = rdzvd_settings(listen=listen, grafana=self._grafana, progress=progress)
         self._clock, self._config = Clock(), config
@@ -325,7 +327,9 @@ def served(facade: Any = None, grafana: str | None = None, **progress: int) -> I
 
         async def begin() -> asyncio.Task[None]:
             ready = loop.create_future()
-            serving = loop.create_task(made.serve(ready, server_settings.Progress(**progress)))
+            serving = loop.create_task(
+                made.serve(ready, server_settings.ProgressSettings(**progress))
+            )
             await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 await serving

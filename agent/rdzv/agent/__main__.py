@@ -26,7 +26,7 @@ from rdzv.agent.workers.fates import summary
 from rdzv.errors import InvalidRequestError, NodeSupersededError, RendezvousError
 from rdzv.runtime import systemd
 from rdzv.runtime.log_format import RepeatedWarnings, complain, formatter_for
-from rdzv.runtime.usage import Program
+from rdzv.runtime.usage import DaemonCommand
 from rdzv.settings.rendering import render
 from rdzv.settings.toml_files import Loaded
 from rdzv.version import VERSION
@@ -36,7 +36,7 @@ log = logging.getLogger("rdzv.agent")
 
 @click.command(
     "rdzv-agent",
-    cls=Program,
+    cls=DaemonCommand,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96},
 )
 @click.option(

@@ -53,7 +53,7 @@ class Draft:
         *,
         of: str | None,
         seats: Mapping[str, model.Seat] | None = None,
-        waiting: Mapping[str, model.Waiting] | None = None,
+        waiting: Mapping[str, model.WaitingNode] | None = None,
         stuck: Mapping[str, model.Stuck] | None = None,
         away: Mapping[str, model.Away] | None = None,
     ) -> None:

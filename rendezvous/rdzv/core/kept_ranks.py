@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
-from rdzv.core.model import Cause, KeptWorker, Participant, Round, Waiting, world_size
+from rdzv.core.model import Cause, KeptWorker, Participant, Round, WaitingNode, world_size
 from rdzv.core.root_cause import charged_failures
 from rdzv.structs import replace, struct
 
@@ -78,7 +78,7 @@ class Keeping:
 def keep(
     prior: Round | None,
     participants: tuple[Participant, ...],
-    joins: Mapping[str, Waiting],
+    joins: Mapping[str, WaitingNode],
 ) -> Keeping:
     """Decide for each worker of a new round whether it is kept.
 
@@ -140,7 +140,7 @@ class _LastRound:
     """The suspect to which the end is charged."""
     keeps: bool
 
-    def knows(self, participant: Participant, joined: Waiting) -> bool:
+    def knows(self, participant: Participant, joined: WaitingNode) -> bool:
         """Return whether a participant's workers took part in that round and in none since."""
         size = self.sizes.get(participant.node_id)
         return joined.left_round == self.number and size == participant.offer.local_world_size

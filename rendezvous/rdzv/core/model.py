@@ -672,7 +672,7 @@ class Seat:
 
 
 @struct(frozen=True)
-class Waiting:
+class WaitingNode:
     """A node that wants a place in the next round and whose workers take part in none."""
 
     incarnation: int
@@ -748,7 +748,7 @@ class State:
     membership: Membership
     tuning: Tuning = field(default_factory=Tuning)
     seats: Mapping[str, Seat] = field(default_factory=dict)
-    waiting: Mapping[str, Waiting] = field(default_factory=dict)
+    waiting: Mapping[str, WaitingNode] = field(default_factory=dict)
     stuck: Mapping[str, Stuck] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
     hasty: int = 0

@@ -32,7 +32,7 @@ from rdzv.core.model import (
     Round,
     Snapshot,
     SnapshotMark,
-    Waiting,
+    WaitingNode,
     world_size,
 )
 from rdzv.structs import replace, struct
@@ -91,7 +91,7 @@ def newest_whole(
     return max(whole, default=None)
 
 
-def has_whole(round_: Round, waiting: Iterable[Waiting]) -> bool:
+def has_whole(round_: Round, waiting: Iterable[WaitingNode]) -> bool:
     """Return whether waiting nodes hold a whole mark newer than the one this round began with."""
     mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_), round_.world_size)
     return mark is not None and (round_.snapshot is None or mark > round_.snapshot)
@@ -103,7 +103,7 @@ def sealed_in(round_: Round) -> range:
     return range(round_.lineage, round_.number + 1)
 
 
-def base(membership: Membership, keeping: Keeping, joins: Iterable[Waiting]) -> Base:
+def base(membership: Membership, keeping: Keeping, joins: Iterable[WaitingNode]) -> Base:
     prior, number = membership.round, membership.next_round
     origin = prior.origin if prior is not None else number
     workers = world_size(keeping.participants)

@@ -25,7 +25,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.runtime.usage import INTERRUPTED, USAGE, Choice, Group, usage_text
+from rdzv.runtime.usage import INTERRUPTED, USAGE, Choice, CommandGroup, usage_text
 from rdzv.version import VERSION
 
 _EPILOG = """\b
@@ -116,7 +116,7 @@ SECTIONS: dict[str, dict[str, str | None]] = {
 """All commands, grouped by task, with the module of `commands` that has each; None: here."""
 
 
-class _Rdzvctl(Group):
+class _Rdzvctl(CommandGroup):
     """The group of all commands: imports a command's module when the command is used."""
 
     def list_commands(self, _: click.Context) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdzv.errors import InvalidRequestError, RendezvousError
-from rdzv.runtime.usage import Choice, Group
+from rdzv.runtime.usage import Choice, CommandGroup
 
 if TYPE_CHECKING:
     from rdzv.client import ControlClient
@@ -165,7 +165,7 @@ def list_commands(
         formatter.write_dl([(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands])
 
 
-class Subcommands(Group):
+class Subcommands(CommandGroup):
     """An rdzvctl command that has subcommands."""
 
     def __init__(self, *args: Any, **more: Any) -> None:

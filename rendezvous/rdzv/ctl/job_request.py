@@ -54,14 +54,14 @@ _REFUSED_IN_FILES = REFUSED | dict.fromkeys(
 
 
 @struct(frozen=True)
-class Caller:
+class CallerContext:
     """The caller's directory and environment, for values that the command line omits."""
 
     directory: str
     environ: Mapping[str, str]
 
     @classmethod
-    def here(cls) -> Caller:
+    def here(cls) -> CallerContext:
         """Return this process's caller, with the directory as named by the shell."""
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
@@ -117,7 +117,7 @@ def option_names() -> list[str]:
     )
 
 
-def read(words: Sequence[str], caller: Caller) -> Request:
+def read(words: Sequence[str], caller: CallerContext) -> Request:
     """Parse the words after `rdzvctl submit`.
 
     Raises:

@@ -32,7 +32,7 @@ _ACROSS = {"RoundEnded", "RunBegan", "RunEnded", "WorkerFailed", "NodeLost"}
 _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 
-class Phase(StrEnum):
+class TracePhase(StrEnum):
     """A phase of a job."""
 
     FORMING = "forming"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
 class Span:
     """The time that a job spent in one phase."""
 
-    phase: Phase
+    phase: TracePhase
     round: Round | None
     """The round that was forming, live or stopping, or None if a forming phase led to no round."""
     since_ms: int
@@ -70,7 +70,7 @@ def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
     yield from _between(run, None, until_ms)
     for round_ in run.rounds:
         live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
-        yield Span(Phase.LIVE, round_, round_.at_ms, live_ms)
+        yield Span(TracePhase.LIVE, round_, round_.at_ms, live_ms)
         yield from _between(run, round_, until_ms)
 
 
@@ -83,10 +83,10 @@ def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
     end_ms = until_ms if after is None else after.at_ms
     if before is not None:
         settled_ms = end_ms if before.settled_ms is None else before.settled_ms
-        yield Span(Phase.STOPPING, before, since_ms, settled_ms)
+        yield Span(TracePhase.STOPPING, before, since_ms, settled_ms)
         since_ms = settled_ms
     if since_ms < end_ms:
-        yield Span(Phase.FORMING, after, since_ms, end_ms)
+        yield Span(TracePhase.FORMING, after, since_ms, end_ms)
 
 
 class _Process:
@@ -134,14 +134,14 @@ class _Process:
     def _job_slices(self) -> Iterator[dict[str, Any]]:
         """Yield the job's phases, for example a round, stopping, forming, the next round."""
         for span in spans_of(self._run, self._until_ms):
-            if span.phase is Phase.LIVE and span.round is not None:
+            if span.phase is TracePhase.LIVE and span.round is not None:
                 nodes = counted(len(span.round.nodes) + span.round.more, "node")
                 workers = str(span.round.workers or "")
                 yield self._round(
                     _JOB_TRACK, span.round, span.until_ms, nodes=nodes, workers=workers
                 )
             else:
-                colour = _STOPPING if span.phase is Phase.STOPPING else _FORMING
+                colour = _STOPPING if span.phase is TracePhase.STOPPING else _FORMING
                 yield self._slice(_JOB_TRACK, span.phase, span.since_ms, span.until_ms, colour)
 
     def _node_slices(self, round_: Round) -> Iterator[dict[str, Any]]:
@@ -151,7 +151,7 @@ class _Process:
             track, stopped_ms = self._tracks[node], round_.stopped_ms.get(node)
             yield self._round(track, round_, ended_ms)
             if stopped_ms is not None and round_.ended_ms is not None:
-                yield self._slice(track, Phase.STOPPING, ended_ms, stopped_ms, _STOPPING)
+                yield self._slice(track, TracePhase.STOPPING, ended_ms, stopped_ms, _STOPPING)
 
     def _instants(self, history: Iterable[Event]) -> Iterator[dict[str, Any]]:
         """Yield each other event as an instant, on the track of its node or of the job."""

@@ -23,7 +23,7 @@ def environment(python: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
 
 
-class Program:
+class DemoProgram:
     """One of the demo's processes, in a session of its own; its output is appended to a file."""
 
     def __init__(

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rdzv.demo.programs import Program, command_of, environment
+from rdzv.demo.programs import DemoProgram, command_of, environment
 from rdzv.errors import RendezvousError
 from rdzv.version import VERSION
 
@@ -87,8 +87,8 @@ class Demo:
         self.environ = environment(python)
         self.began_s = time.monotonic()
         self.speaks_s = self.began_s
-        self.nodes: dict[str, Program] = {}
-        self.server: Program | None = None
+        self.nodes: dict[str, DemoProgram] = {}
+        self.server: DemoProgram | None = None
         self.endpoint = ""
         self.http = ""
 
@@ -139,8 +139,8 @@ class Demo:
         command = command_of("rdzv.agent.run", *launch, *group, logs, *script, *length)
         self.nodes[name] = self._start(name, command)
 
-    def _start(self, name: str, command: Sequence[str]) -> Program:
-        return Program(name, command, self.environ, self.folder / f"{name}.log")
+    def _start(self, name: str, command: Sequence[str]) -> DemoProgram:
+        return DemoProgram(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
         """Print the next action and return the time. `deed` names the action for subclasses."""
@@ -205,7 +205,9 @@ class Demo:
             raise DemoError(f"rdzvctl {args[0]} exited with {done.returncode}: {done.stderr}")
         return done.stdout
 
-    def await_line(self, program: Program, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+    def await_line(
+        self, program: DemoProgram, pattern: re.Pattern[str], what: str
+    ) -> re.Match[str]:
         """Return the next match in a program's output; `what` describes it."""
         while True:
             ended = program.ended()

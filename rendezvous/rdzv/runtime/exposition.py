@@ -30,7 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Collect = Callable[[], Iterable[Metric]]
 
 
-class Parts:
+class PageParts:
     """The parts of a page that are computed at each scrape. Each may fail independently.
 
     A failed part is omitted, and is reported by a metric at each scrape. It is logged once until it

@@ -14,7 +14,7 @@ USAGE = 2
 INTERRUPTED = 130
 
 
-class Program(click.Command):
+class DaemonCommand(click.Command):
     """A daemon's command line."""
 
     def main(self, *args: Any, **more: Any) -> Any:
@@ -30,7 +30,7 @@ class Program(click.Command):
         sys.exit(0)
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A command whose unknown subcommands are refused with a suggestion."""
 
     def resolve_command(

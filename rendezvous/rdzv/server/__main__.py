@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from rdzv.runtime import systemd
-from rdzv.runtime.usage import Choice, Program
+from rdzv.runtime.usage import Choice, DaemonCommand
 from rdzv.server.settings.configuration import DEFAULT_FILE, Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.setting_types import settings_of
@@ -81,7 +81,7 @@ def _key(parameter: str) -> str:
 
 @click.command(
     "rdzvd",
-    cls=Program,
+    cls=DaemonCommand,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 96},
 )
 @click.option(

@@ -29,7 +29,7 @@ from rdzv.server.operations.node_operations import NodeOperations
 from rdzv.server.scheduling.fleet import Fleet
 from rdzv.server.scheduling.placing import Placer
 from rdzv.server.scheduling.quarantine import Quarantine
-from rdzv.server.security.tokens import Tokens
+from rdzv.server.security.tokens import TokenStore
 from rdzv.server.sessions.connections import Connections, Leases
 from rdzv.server.sessions.from_nodes import NodeCommands, Recovery, Reports
 from rdzv.server.sessions.node_jobs import NodeJobs
@@ -80,7 +80,7 @@ class Driver:
         self.diagnosis = Diagnosis(self)
         self.scrape_targets = ScrapeTargets(config.limits.nodes)
         # What operators and other callers ask.
-        self.tokens = Tokens(
+        self.tokens = TokenStore(
             self.store,
             clock,
             tasks,

@@ -42,7 +42,7 @@ _ROWS_AT_ONCE = 100
 """
 
 
-class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
+class BackupHeader(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
     """The first line: where the data was stored, which server wrote the backup, and when."""
 
     source: str
@@ -61,7 +61,7 @@ class DocumentLine(msgspec.Struct, frozen=True, tag_field="kind", tag="document"
     data: bytes
 
 
-class JobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
+class BackupJobLine(msgspec.Struct, frozen=True, tag_field="kind", tag="job"):
     """One job as encoded by `codec`."""
 
     rdzv_id: str
@@ -87,7 +87,7 @@ class Trailer(msgspec.Struct, frozen=True, tag_field="kind", tag="end"):
 class Summary:
     """A summary of a complete, unmodified file."""
 
-    header: Header
+    header: BackupHeader
     trailer: Trailer
 
 
@@ -107,13 +107,13 @@ class _AnyLine(msgspec.Struct, frozen=True):
     format: int
 
 
-_Line = Header | DocumentLine | JobLine | EventLine | Trailer
+_Line = BackupHeader | DocumentLine | BackupJobLine | EventLine | Trailer
 _encoder = msgspec.json.Encoder()
 _line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
-class Tally:
+class BackupTally:
     """The trailer's counts, updated line by line."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Tally:
 
     def passed(self, line: _Line, data: bytes) -> bytes:
         self._hash.update(data)
-        self._jobs += isinstance(line, JobLine)
+        self._jobs += isinstance(line, BackupJobLine)
         self._events += isinstance(line, EventLine)
         self._documents += isinstance(line, DocumentLine)
         return data
@@ -136,7 +136,7 @@ class Tally:
 # ------------------------------------------------------------------------------------ writing
 
 
-async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
+async def lines(store: Store, header: BackupHeader) -> AsyncIterator[bytes]:
     """Yield the lines of a backup, including their line ends.
 
     Only one job at a time is held in memory. The backup contains only committed data, without
@@ -147,7 +147,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
         RendezvousStateError: a job cannot be read; a backup without it is refused.
 
     """
-    tally = Tally()
+    tally = BackupTally()
     yield tally.passed(header, written_line(header))
     for name in await store.list_documents():
         if held := await store.load_document(name):
@@ -157,7 +157,7 @@ async def lines(store: Store, header: Header) -> AsyncIterator[bytes]:
         if (found := await _read(store, rdzv_id)) is None:
             continue
         stored, rows = found
-        job = JobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
+        job = BackupJobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
         yield tally.passed(job, written_line(job))
         for row in rows:
             event = EventLine(row)
@@ -195,15 +195,15 @@ def verify(file: BinaryIO, name: str) -> Summary:
         RendezvousStateError: it is no backup, is truncated or modified, or is of another version.
 
     """
-    header: Header | None = None
+    header: BackupHeader | None = None
     trailer: Trailer | None = None
     for line in _lines_of(file, name):
         match line:
-            case Header():
+            case BackupHeader():
                 header = line
             case DocumentLine():
                 _check_document(line, name)
-            case JobLine():
+            case BackupJobLine():
                 _membership(line, name)
             case Trailer():
                 trailer = line
@@ -213,7 +213,7 @@ def verify(file: BinaryIO, name: str) -> Summary:
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
     """Yield the lines of a backup, checking their order, number and hash."""
-    tally = Tally()
+    tally = BackupTally()
     seen: set[str] = set()
     documents: set[str] = set()
     job = ""
@@ -229,7 +229,7 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
                 if line.name in documents:
                     raise _refused(name, f"document {line.name} is in it twice")
                 documents.add(line.name)
-            case JobLine():
+            case BackupJobLine():
                 if line.rdzv_id in seen:
                     raise _refused(name, f"job {line.rdzv_id} is in it twice")
                 job = line.rdzv_id
@@ -238,7 +238,7 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
                 of = line.record.rdzv_id
                 if not seen or of != job:
                     raise _refused(name, f"history of job {of} is not below that job")
-            case Header():
+            case BackupHeader():
                 raise _refused(name, "it holds more than one backup")
             case Trailer():
                 if line != tally.trailer():
@@ -249,7 +249,7 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
         raise _refused(name, "there is data after its last line")
 
 
-def _header(file: BinaryIO, name: str, tally: Tally) -> Header:
+def _header(file: BinaryIO, name: str, tally: BackupTally) -> BackupHeader:
     data = file.readline(_MOST_LINE_BYTES)
     try:
         found = _any_decoder.decode(data)
@@ -264,7 +264,7 @@ def _header(file: BinaryIO, name: str, tally: Tally) -> Header:
             "use the rdzvd version that wrote it",
         )
     header = read_line(data, name)
-    assert isinstance(header, Header), "the kind was looked at"
+    assert isinstance(header, BackupHeader), "the kind was looked at"
     tally.passed(header, data)
     return header
 
@@ -277,7 +277,7 @@ def read_line(data: bytes, name: str) -> _Line:
         raise _refused(name, f"a line of it cannot be read: {error}") from error
 
 
-def _membership(line: JobLine, name: str) -> Membership:
+def _membership(line: BackupJobLine, name: str) -> Membership:
     membership = codec.decode(bytes(line.stored), f"job {line.rdzv_id} in {name}")
     if membership.rdzv_id != line.rdzv_id:
         raise _refused(name, f"job {line.rdzv_id} is named {membership.rdzv_id} in its data")
@@ -331,7 +331,7 @@ async def restore(store: Store, file: BinaryIO, name: str) -> Summary:
     return summary
 
 
-async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None:
+async def _fill(store: Store, file: BinaryIO, name: str, header: BackupHeader) -> None:
     # This comes first so that leadership numbers never decrease, even if the store is only partly
     # filled.
     await store.take_over(at_least=header.leadership)
@@ -344,7 +344,7 @@ async def _fill(store: Store, file: BinaryIO, name: str, header: Header) -> None
         match line:
             case DocumentLine():
                 await store.swap_document(line.name, line.data, 0)
-            case JobLine():
+            case BackupJobLine():
                 await store.compare_and_swap(line.rdzv_id, _membership(line, name), 0)
             case EventLine():
                 rows.append(line.record)

@@ -28,9 +28,9 @@ from rdzv.runtime.tasks import single_error
 from rdzv.stores.election_session import (
     MARGIN,
     RETRY_S,
-    Fence,
+    ElectionSession,
+    FencingToken,
     Leader,
-    Session,
     now_s,
     read_leader,
 )
@@ -57,7 +57,7 @@ READ_EVERY_S = 0.05
 
 
 @struct(frozen=True)
-class Replica:
+class Candidate:
     """One rdzvd server that takes part in the election, whether or not it leads."""
 
     address: str
@@ -77,10 +77,10 @@ class Election:
         self._client = client
         self._own = own
         self.address = address
-        self._replica = Replica(address, version, _unix_ms(), page)
+        self._replica = Candidate(address, version, _unix_ms(), page)
         self._prefix = client.config.prefix
         self._key = f"{self._prefix}/leader".encode()
-        self._session: Session | None = None
+        self._session: ElectionSession | None = None
         self._held: KeyValue | None = None
         """The leader key as last seen, ..."""
         self._seen_revision = -1
@@ -181,7 +181,7 @@ class Election:
         self._note_answer(done)
         return done.succeeded
 
-    async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> Fence:
+    async def campaign(self, head_start_s: Callable[[], float] = lambda: 0.0) -> FencingToken:
         """Wait until this process leads, and return the fence of its term.
 
         `head_start_s` is called once no server leads. It returns how long to leave the leadership
@@ -217,7 +217,7 @@ class Election:
             return False
         return self._held is None or self._held.lease == session.lease
 
-    async def _create(self, session: Session) -> Fence | None:
+    async def _create(self, session: ElectionSession) -> FencingToken | None:
         """Create the leader key if it does not exist; return its fence if it is this session's."""
         value = msgspec.json.encode(
             Leader(self.address, _unix_ms(), 0, round(1000 * session.word_s))
@@ -232,7 +232,7 @@ class Election:
         # An earlier attempt that was cancelled or had an unknown outcome may have succeeded.
         if held is None or held.lease != session.lease:
             return None
-        return Fence(self._key, held.create_revision, session.lease)
+        return FencingToken(self._key, held.create_revision, session.lease)
 
     async def lost(self) -> str:
         """Wait until leadership can no longer be proven, and return the reason.
@@ -266,7 +266,7 @@ class Election:
         self._news.tell()
         await self._news.until(lambda: self._session is not session)
 
-    async def replicas(self) -> tuple[Replica, ...]:
+    async def replicas(self) -> tuple[Candidate, ...]:
         """Return all participating servers, sorted by address.
 
         Raises:
@@ -296,14 +296,14 @@ class Election:
                 session.turned()
             await self._end_session("")
 
-    async def _begin_session(self) -> Session:
+    async def _begin_session(self) -> ElectionSession:
         sent_s = now_s()
         lease, ttl_s = await self._client.run(self._client.grant, self._client.config.ttl_s)
         key = f"{self._prefix}/replicas/{lease:016x}".encode()
         record = put(key, msgspec.json.encode(self._replica), lease)
         await self._client.run(self._client.txn, (), (record,))
         self._note_outage(None)
-        return Session(self._own, lease, ttl_s, sent_s)
+        return ElectionSession(self._own, lease, ttl_s, sent_s)
 
     async def _end_session(self, reason: str) -> None:
         """End the current session by revoking its lease, which deletes all its keys."""
@@ -422,9 +422,9 @@ class _News:
 # ------------------------------------------------------------------------------------ values
 
 
-def _read_replica(kv: KeyValue) -> Replica | None:
+def _read_replica(kv: KeyValue) -> Candidate | None:
     try:
-        return msgspec.json.decode(kv.value, type=Replica)
+        return msgspec.json.decode(kv.value, type=Candidate)
     except (msgspec.DecodeError, UnicodeDecodeError):
         log.warning("cannot read the replica's record at %s", kv.key.decode(errors="replace"))
         return None

@@ -48,7 +48,7 @@ MARGIN = 1 / 6
 
 
 @struct(frozen=True)
-class Fence:
+class FencingToken:
     """The leader key as created by one term. Every write of that term is compared with it."""
 
     key: bytes
@@ -96,7 +96,7 @@ def with_leadership(kv: KeyValue, number: int) -> bytes:
     return msgspec.json.encode(replace(read_leader(kv), leadership=number))
 
 
-class Session:
+class ElectionSession:
     """One lease of this process, and at most one term under it. Losing the term ends the session.
 
     The event loop calls `start` once, and `turned` from then on. The thread ends after `lose`;
@@ -106,7 +106,7 @@ class Session:
     def __init__(self, client: EtcdClient, lease: int, ttl_s: int, sent_s: float) -> None:
         self.lease = lease
         self.ttl_s = ttl_s
-        self.fence: Fence | None = None
+        self.fence: FencingToken | None = None
         self.lost: str | None = None
         """The reason why the session ended, or None while it holds."""
         self.over = asyncio.Event()
@@ -135,7 +135,7 @@ class Session:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    def lead(self, fence: Fence, sent_s: float) -> None:
+    def lead(self, fence: FencingToken, sent_s: float) -> None:
         """Begin the term created by a transaction that was sent at the given time."""
         self.fence = fence
         self.word_until_s = sent_s + self.word_s

@@ -32,7 +32,7 @@ from rdzv.stores.base import (
     Stored,
     check_document,
 )
-from rdzv.stores.election_session import Fence, read_leader, with_leadership
+from rdzv.stores.election_session import FencingToken, read_leader, with_leadership
 from rdzv.stores.etcd_client import (
     MAX_OPERATIONS,
     EtcdClient,
@@ -115,7 +115,10 @@ class EtcdStore:
     """
 
     def __init__(
-        self, client: EtcdClient, fence: Fence | None = None, history_rows: int = HISTORY_ROWS
+        self,
+        client: EtcdClient,
+        fence: FencingToken | None = None,
+        history_rows: int = HISTORY_ROWS,
     ) -> None:
         self._client = client
         self._fence = fence
@@ -311,7 +314,7 @@ class EtcdStore:
         return held if held and held.revision == revision else _Held(revision)
 
     def _swap_job(
-        self, fence: Fence, rdzv_id: str, held: _Held, operations: Sequence[pb.RequestOp]
+        self, fence: FencingToken, rdzv_id: str, held: _Held, operations: Sequence[pb.RequestOp]
     ) -> int:
         key = self._job_key(rdzv_id)
         unchanged = (modified(key, held.base), modified(self._success_key(rdzv_id, held.later), 0))
@@ -319,7 +322,7 @@ class EtcdStore:
 
     def _swap(
         self,
-        fence: Fence,
+        fence: FencingToken,
         what: str,
         key: bytes,
         unchanged: Sequence[pb.Compare],
@@ -338,12 +341,12 @@ class EtcdStore:
             )
         return done.header.revision
 
-    def _write(self, fence: Fence, operations: Sequence[pb.RequestOp]) -> None:
+    def _write(self, fence: FencingToken, operations: Sequence[pb.RequestOp]) -> None:
         done = self._client.txn(fence.conditions, operations, (get(fence.key),))
         if not done.succeeded:
             raise self._deposed(*found_by(done))
 
-    def _refused(self, done: pb.TxnResponse, fence: Fence) -> KeyValue | None:
+    def _refused(self, done: pb.TxnResponse, fence: FencingToken) -> KeyValue | None:
         """Return the key after a failed transaction; raise an error if the fence made it fail."""
         leader, held = found_by(done)
         if not fence.matches(leader):
@@ -357,7 +360,7 @@ class EtcdStore:
             f"{self.place}: this server no longer leads, {now}; nothing was written"
         )
 
-    def _check_fence(self) -> Fence:
+    def _check_fence(self) -> FencingToken:
         if self._fence is None:
             raise DeposedError(f"{self.place}: this server does not lead, and only reads")
         return self._fence
@@ -369,7 +372,7 @@ class EtcdStore:
     # ---------------------------------------------------------------- history
 
     def _plan(
-        self, fence: Fence, records: Sequence[Record]
+        self, fence: FencingToken, records: Sequence[Record]
     ) -> tuple[Sequence[pb.RequestOp], dict[str, int]]:
         """Return the operations that write records and make room for them.
 

@@ -122,7 +122,7 @@ _TLS_TROUBLE = re.compile(r"ssl|tls|certificate|handshake|hostname", re.IGNORECA
 _TOKEN_REFUSED = re.compile("invalid auth token|revision of auth store is old")
 
 
-class RefusedError(StoreRefusedError):
+class EtcdRefusedError(StoreRefusedError):
     """etcd responded and refused the call."""
 
     def __init__(self, text: str, status: grpc.StatusCode, said: str) -> None:
@@ -144,7 +144,7 @@ class _FailedError(Exception):
         super().__init__("no answer in time" if self.is_silence else reason)
 
 
-def mistake(config: EtcdConfig, error: RefusedError) -> str:
+def mistake(config: EtcdConfig, error: EtcdRefusedError) -> str:
     said = error.said
     if "authentication failed" in said:
         return (
@@ -315,7 +315,7 @@ class EtcdClient:
         """End a lease and delete its keys. An unknown lease is not an error."""
         try:
             self._repeated(REVOKE, pb.LeaseRevokeRequest(ID=lease))
-        except RefusedError as error:
+        except EtcdRefusedError as error:
             if error.status is not grpc.StatusCode.NOT_FOUND:
                 raise
 
@@ -392,7 +392,7 @@ class EtcdClient:
         token = self._authenticated(index, until_s)
         try:
             answer = self._send(index, method, request, until_s, token)
-        except RefusedError as error:
+        except EtcdRefusedError as error:
             if not token or not _TOKEN_REFUSED.search(error.said):
                 raise
             # A newer token, obtained by another call in the meantime, is kept.
@@ -456,7 +456,7 @@ class EtcdClient:
         by_etcd = said.startswith("etcdserver: ") or status is grpc.StatusCode.UNIMPLEMENTED
         if by_etcd and status in _DEFINITE:
             text = f"{self.config.place}: {said}; nothing was written"
-            return RefusedError(text, status, said)
+            return EtcdRefusedError(text, status, said)
         return _FailedError(error)
 
     def _silent(self, index: int) -> str:
@@ -473,7 +473,7 @@ class EtcdClient:
         """Read a key to distinguish a configuration error from an unreachable etcd."""
         try:
             self.get(self._probe_key)
-        except RefusedError as error:
+        except EtcdRefusedError as error:
             if error.status is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             raise InvalidRequestError(mistake(self.config, error)) from error

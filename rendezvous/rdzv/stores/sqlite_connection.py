@@ -26,8 +26,8 @@ from rdzv.errors import (
 )
 from rdzv.stores.base import RevisionConflictError
 from rdzv.stores.sqlite_file import (
-    Mark,
     MarkFile,
+    StoreMark,
     connect,
     count_commit,
     counted,
@@ -78,7 +78,7 @@ class Connection:
 
     db: sqlite3.Connection
     """The SQLite connection, used only by the thread, inside `call` and `write`."""
-    mark: Mark
+    mark: StoreMark
     """The number of commits in the file. Set when the file is opened for writing."""
 
     def __init__(self, path: Path, on_rollback: Callable[[], None] = lambda: None) -> None:
@@ -280,7 +280,7 @@ class Connection:
 
     def _note_commit(self, number: int) -> None:
         """Write the commit's number to the mark file before any caller learns of the commit."""
-        self.mark = Mark(self.mark.store, number)
+        self.mark = StoreMark(self.mark.store, number)
         try:
             self._mark_file.write(self.mark)
         except OSError as error:

@@ -320,15 +320,15 @@ def _create(path: Path) -> None:
 
 
 @struct(frozen=True)
-class Mark:
+class StoreMark:
     """A store's random name and its number of commits."""
 
     store: str
     number: int
 
 
-def counted(db: sqlite3.Connection) -> Mark:
-    return Mark(*db.execute("SELECT store, number FROM mark").fetchone())
+def counted(db: sqlite3.Connection) -> StoreMark:
+    return StoreMark(*db.execute("SELECT store, number FROM mark").fetchone())
 
 
 def count_commit(db: sqlite3.Connection) -> int:
@@ -338,7 +338,7 @@ def count_commit(db: sqlite3.Connection) -> int:
     return int(number)
 
 
-def read_mark(path: Path) -> Mark | None:
+def read_mark(path: Path) -> StoreMark | None:
     """Return the mark next to a file, or None if it is missing or unreadable.
 
     A mark may be unreadable after a power failure.
@@ -349,7 +349,7 @@ def read_mark(path: Path) -> Mark | None:
         return None
     if head != _HEAD or check != _check(store, number):
         return None
-    return Mark(store, int(number))
+    return StoreMark(store, int(number))
 
 
 class MarkFile:
@@ -368,7 +368,7 @@ class MarkFile:
         # After a power failure the file may be longer.
         os.ftruncate(self._fd, _LENGTH)
 
-    def write(self, mark: Mark) -> None:
+    def write(self, mark: StoreMark) -> None:
         """Overwrite the previous mark. All marks have the same length.
 
         Raises:
@@ -380,14 +380,14 @@ class MarkFile:
         os.pwrite(self._fd, text.encode("ascii"), 0)
 
 
-def lost_commits(outside: Mark | None, inside: Mark) -> str:
+def lost_commits(outside: StoreMark | None, inside: StoreMark) -> str:
     """Explain which commits a file has lost; return "" if none are known to be lost.
 
     `outside` must be read before the file, because a server may be writing to both.
 
-    >>> lost_commits(Mark("a", 7), Mark("a", 8)), lost_commits(None, Mark("a", 8))
+    >>> lost_commits(StoreMark("a", 7), StoreMark("a", 8)), lost_commits(None, StoreMark("a", 8))
     ('', '')
-    >>> lost_commits(Mark("a", 7), Mark("a", 3))
+    >>> lost_commits(StoreMark("a", 7), StoreMark("a", 3))
     'it has 3 commits, and 7 were stored'
     """
     if outside is None:

@@ -31,7 +31,7 @@ HANG_UP_TIMEOUT_S = 5.0
 """How long to wait for the server to receive this node's final message."""
 
 
-class Phase(Enum):
+class PartPhase(Enum):
     """How far this node's part in the job has progressed."""
 
     APART = "it has not joined yet, or has left"
@@ -42,10 +42,10 @@ class Phase(Enum):
 
 
 _BELIEFS = {
-    Phase.JOINING: pb.Belief.JOINING,
-    Phase.RUNNING: pb.Belief.RUNNING,
-    Phase.SUCCEEDED: pb.Belief.SUCCEEDED,
-    Phase.LEAVING: pb.Belief.LEAVING,
+    PartPhase.JOINING: pb.Belief.JOINING,
+    PartPhase.RUNNING: pb.Belief.RUNNING,
+    PartPhase.SUCCEEDED: pb.Belief.SUCCEEDED,
+    PartPhase.LEAVING: pb.Belief.LEAVING,
 }
 
 
@@ -62,7 +62,7 @@ class Part:
         secret: str = "",
     ) -> None:
         self.rdzv_id = rdzv_id
-        self.phase = Phase.APART
+        self.phase = PartPhase.APART
         self.line: pb.Assignment | None = None
         """This node's assignment in the last round in which it had a place."""
         self.over = ""
@@ -90,12 +90,12 @@ class Part:
 
     def say_join(self, store_port: int) -> pb.NodeMessage:
         """Ask for a place in the next round. No workers of the previous round may be left."""
-        self.phase = Phase.JOINING
+        self.phase = PartPhase.JOINING
         self._offer.store_port = store_port
         return pb.NodeMessage(join=self._join())
 
     def say_succeeded(self) -> pb.NodeMessage:
-        self.phase = Phase.SUCCEEDED
+        self.phase = PartPhase.SUCCEEDED
         line = self._line
         succeeded = pb.Succeeded(rdzv_id=self.rdzv_id, run=self._run, round=line.round)
         return pb.NodeMessage(succeeded=succeeded)
@@ -120,7 +120,7 @@ class Part:
         if self._leave is not None:
             # The first cause and reason are kept.
             leave.cause, leave.reason = self._leave.cause, self._leave.reason
-        self.phase, self._leave = Phase.LEAVING, leave
+        self.phase, self._leave = PartPhase.LEAVING, leave
         return pb.NodeMessage(leave=leave)
 
     def say_store_failed(self, reason: str) -> pb.NodeMessage:
@@ -147,7 +147,7 @@ class Part:
         return self.line
 
     def _join(self) -> pb.Join:
-        joining = self.phase is Phase.JOINING
+        joining = self.phase is PartPhase.JOINING
         return pb.Join(
             rdzv_id=self.rdzv_id,
             run=self._run,
@@ -178,9 +178,9 @@ class Part:
 
     def _hear_line(self, line: pb.Assignment) -> None:
         """Take a place in a round if this node is joining and has not been in a later one."""
-        if self.phase is not Phase.JOINING or (self.line and line.round <= self.line.round):
+        if self.phase is not PartPhase.JOINING or (self.line and line.round <= self.line.round):
             return
-        self.phase, self.line, self.over = Phase.RUNNING, line, ""
+        self.phase, self.line, self.over = PartPhase.RUNNING, line, ""
         self._run = line.run
         log.info(
             "round %d: GROUP_RANK %d of %d, MASTER %s:%d",
@@ -196,7 +196,7 @@ class Part:
             return
         cause = pb.Cause.Name(end.cause).lower().replace("_", " ")
         self.over = f"{cause}: {end.reason}"
-        if self.phase is not Phase.JOINING:
+        if self.phase is not PartPhase.JOINING:
             log.warning("round %d ended (%s)", end.round, self.over)
 
 
@@ -250,7 +250,7 @@ class Talk:
     def on_success(self) -> None:
         """Report success: torch's agent is in its exit barrier, so all workers have exited 0."""
         with self.news:
-            if self.part.phase is Phase.RUNNING and not self.round_is_over:
+            if self.part.phase is PartPhase.RUNNING and not self.round_is_over:
                 self.say(self.part.say_succeeded())
 
     def on_signal(self, signum: signal.Signals) -> None:
@@ -281,7 +281,7 @@ class Talk:
 
     def leave(self, cause: pb.Leave.Cause.ValueType, reason: str, *, workers_gone: bool) -> None:
         """Announce that this node is leaving, if it is in the job. `news` must be held."""
-        if self.part.phase is not Phase.APART and not self.part.ended and not self.hung_up:
+        if self.part.phase is not PartPhase.APART and not self.part.ended and not self.hung_up:
             self.say(self.part.say_leave(cause, reason, workers_gone=workers_gone))
 
     def hang_up(self, *, wait: bool = True) -> None:

@@ -36,8 +36,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv import errors
 from rdzv.client import ControlClient
 from rdzv.torchrun import BACKEND
-from rdzv.torchrun.conversation import Part, Phase, Talk
-from rdzv.torchrun.plugin_options import Options, agent_has_run
+from rdzv.torchrun.conversation import Part, PartPhase, Talk
+from rdzv.torchrun.plugin_options import PluginOptions, agent_has_run
 from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.sync_stream import NodeStream
 from rdzv.transport import addresses
@@ -58,7 +58,7 @@ EXPLAIN_TIMEOUT_S = 10.0
 class RdzvHandler(RendezvousHandler):
     """One torchrun's part in a job. It joins at the first `next_rendezvous`."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: PluginOptions) -> None:
         self._options = options
         self._offer = _offer(options)
         part = Part(
@@ -194,9 +194,12 @@ class RdzvHandler(RendezvousHandler):
         if self.talk.stream is None or self.talk.hung_up:
             return True
         with self._news:
-            if error is None and self._part.phase in (Phase.RUNNING, Phase.SUCCEEDED):
+            if error is None and self._part.phase in (
+                PartPhase.RUNNING,
+                PartPhase.SUCCEEDED,
+            ):
                 self._wait_for_success()
-            elif isinstance(error, ChildFailedError) and self._part.phase is Phase.RUNNING:
+            elif isinstance(error, ChildFailedError) and self._part.phase is PartPhase.RUNNING:
                 self.talk.say(self._part.say_failed(_worker_failures(error)))
         self.talk.end(*_why_leave(error))
         return True
@@ -240,12 +243,12 @@ class RdzvHandler(RendezvousHandler):
     def wait_for_round(self) -> pb.Assignment:
         """Wait until a round is complete in which this node takes part; return its place there."""
         with self._news:
-            while self._part.phase is Phase.JOINING:
+            while self._part.phase is PartPhase.JOINING:
                 self._raise_if_ended()
                 self._raise_if_apart()
                 self._news.wait(1.0)
             self._raise_if_signalled()
-            if self._part.line is None or self._part.phase is not Phase.RUNNING:
+            if self._part.line is None or self._part.phase is not PartPhase.RUNNING:
                 raise RendezvousClosedError(f"this node is leaving {self._options.rdzv_id}")
             return self._part.line
 
@@ -350,7 +353,7 @@ def _first_line(error: BaseException) -> str:
 # ------------------------------------------------------------------ a node's offer
 
 
-def _offer(options: Options) -> pb.Offer:
+def _offer(options: PluginOptions) -> pb.Offer:
     address = options.local_addr
     return pb.Offer(
         address=address,
@@ -382,7 +385,7 @@ def _place(talk: Talk, offer: pb.Offer, server: Endpoint, *, fixed: bool) -> str
     host_name = _own_name() if addresses.is_loopback(address) else ""
     with talk.news:
         # While a round runs, it goes on with what was offered for it.
-        if talk.part.phase is Phase.JOINING:
+        if talk.part.phase is PartPhase.JOINING:
             offer.address, offer.host_name = address, host_name
             talk.store_socket.confine(loopback_only=_loopback_only(offer))
             try:

@@ -46,7 +46,7 @@ KEYS: Keys = {
 
 
 @struct(frozen=True)
-class Options:
+class PluginOptions:
     """One torchrun's options."""
 
     rdzv_id: str
@@ -67,7 +67,7 @@ class Options:
     """How long a round's nodes may take to meet in its store."""
 
 
-def read_options(params: RendezvousParameters) -> Options:
+def read_options(params: RendezvousParameters) -> PluginOptions:
     """Parse the parameters that torchrun passes to a rendezvous backend.
 
     Raises:
@@ -91,13 +91,13 @@ def read_options(params: RendezvousParameters) -> Options:
         raise ValueError(str(error)) from error
 
 
-def _read(params: RendezvousParameters, conf: Mapping[str, Any]) -> Options:
+def _read(params: RendezvousParameters, conf: Mapping[str, Any]) -> PluginOptions:
     config = launch_config()
     files = {name: conf[key] for key, name in FILES.items()}
     endpoints, local_addr = parse_endpoints(params.endpoint), params.local_addr or ""
     refuse_link_local(endpoints, local_addr)
     scale_up, scale_up_after_ms = conf["scale_up"]
-    return Options(
+    return PluginOptions(
         rdzv_id=params.run_id,
         node_id=conf["node_id"] or _own_name(),
         endpoints=endpoints,

@@ -88,13 +88,13 @@ CONTROL: Mapping[str, tuple[type[Message], type[Message], bool]] = {
 # ------------------------------------------------------------------------------------ the types
 
 
-class Shape(NamedTuple):
+class FieldType(NamedTuple):
     """The type of a field, or of a container's items."""
 
     kind: Any
     optional: bool
     marks: Mapping[type, Any]
-    item: Shape | None
+    item: FieldType | None
     """What a container's first type argument says; None for a single value."""
 
     @property
@@ -119,7 +119,7 @@ def _cached(function: F) -> F:
     return cache(function)  # type: ignore[return-value]
 
 
-def _shape(hint: Any) -> Shape:
+def _shape(hint: Any) -> FieldType:
     marks: dict[type, Any] = {}
     optional = False
     while (origin := get_origin(hint)) in (Annotated, UnionType, Union):
@@ -130,11 +130,11 @@ def _shape(hint: Any) -> Shape:
             optional = True
             (hint,) = (one for one in get_args(hint) if one is not NoneType)
     item = None if origin is None else _shape(get_args(hint)[0])
-    return Shape(origin or hint, optional, marks, item)
+    return FieldType(origin or hint, optional, marks, item)
 
 
 @_cached
-def shapes_of(kind: type) -> dict[str, Shape]:
+def shapes_of(kind: type) -> dict[str, FieldType]:
     """Return the types of a struct's fields, by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: _shape(hints[name]) for name in field_names(kind)}
@@ -172,7 +172,7 @@ class _Source:
         kind: type,
         arguments: str,
         given: Iterable[str],
-        expression: Callable[[str, Shape], str | None],
+        expression: Callable[[str, FieldType], str | None],
     ) -> _Function:
         """Return a function that builds a `kind` from these expressions for its fields."""
         values, required = [], {one.name for one in fields(kind) if one.required}
@@ -204,7 +204,7 @@ def _reader(
 ) -> _Function:
     source = _Source()
 
-    def expression(name: str, shape: Shape) -> str | None:
+    def expression(name: str, shape: FieldType) -> str | None:
         if Unsent in shape.marks:
             return None
         if Flat in shape.marks:
@@ -224,7 +224,7 @@ def _reader(
     return source.builder(kind, "m, now_ms", given, expression)
 
 
-def _read_field(source: _Source, field: Any, shape: Shape, checked: bool, path: str) -> str:
+def _read_field(source: _Source, field: Any, shape: FieldType, checked: bool, path: str) -> str:
     marks, value = shape.marks if checked else {}, f"m.{field.name}"
     if Coded in shape.marks:
         return f"{source.name(shape.marks[Coded].read)}({value})"
@@ -253,7 +253,7 @@ def _read_field(source: _Source, field: Any, shape: Shape, checked: bool, path: 
 
 
 def _read_value(
-    source: _Source, value: str, field: Any, shape: Shape, checked: bool, path: str
+    source: _Source, value: str, field: Any, shape: FieldType, checked: bool, path: str
 ) -> str:
     if shape.is_struct:
         inner = _reader(shape.kind, field.message_type, checked, f"{path}.")
@@ -307,7 +307,7 @@ def _writer(kind: type, descriptor: Any) -> _Function:
     return source.function(kind, "m, v, now_ms", lines)
 
 
-def _write_field(source: _Source, field: Any, shape: Shape) -> list[str]:
+def _write_field(source: _Source, field: Any, shape: FieldType) -> list[str]:
     value, target = f"v.{field.name}", f"m.{field.name}"
     if Coded in shape.marks:
         return [f"{target} = {source.name(shape.marks[Coded].write)}({value})"]
@@ -333,7 +333,7 @@ def _write_field(source: _Source, field: Any, shape: Shape) -> list[str]:
     return [*lines, f"    {statement}" if lines else statement]
 
 
-def _sent(source: _Source, value: str, field: Any, shape: Shape) -> str:
+def _sent(source: _Source, value: str, field: Any, shape: FieldType) -> str:
     if shape.is_enum:
         return f"{source.name(_numbers(shape.kind, field.enum_type))}[{value}]"
     if shape.kind is str:
@@ -348,7 +348,7 @@ def _sent(source: _Source, value: str, field: Any, shape: Shape) -> str:
 def _converter(kind: type, of: type, given: tuple[str, ...] = ()) -> _Function:
     source, shapes = _Source(), shapes_of(of)
 
-    def expression(name: str, shape: Shape) -> str | None:
+    def expression(name: str, shape: FieldType) -> str | None:
         if name in shapes:
             return _converted(source, f"v.{name}", shape, shapes[name])
         return f"v.{name}" if hasattr(of, name) else None  # A property, perhaps.
@@ -356,7 +356,7 @@ def _converter(kind: type, of: type, given: tuple[str, ...] = ()) -> _Function:
     return source.builder(kind, "v", given, expression)
 
 
-def _converted(source: _Source, value: str, shape: Shape, has: Shape) -> str:
+def _converted(source: _Source, value: str, shape: FieldType, has: FieldType) -> str:
     if shape.item is not None and has.item is not None:
         if shape.kind is not tuple:
             return f"dict({value})"

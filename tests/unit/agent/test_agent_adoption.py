@@ -27,7 +27,7 @@ from rdzv.agent.handover.runner_adoption import RunnerAdoption
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.node import daemon_identity
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner_link import Hello, NotAdoptableError, SilentRunnerError
+from rdzv.agent.runner_link import NotAdoptableError, RunnerHello, SilentRunnerError
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core import model
@@ -150,7 +150,7 @@ def found(path: Path, placement: KeptPlacement = PLACEMENT) -> Any:
         handover_state.STATE: handover_state.encode(FULL),
     }
     made = SimpleNamespace(path=path, did=[])
-    made.hello = Hello(1, None, {}, frozenset(), kept=keeps)
+    made.hello = RunnerHello(1, None, {}, frozenset(), kept=keeps)
     made.adopt, made.leave = lambda: note("adopt"), lambda: note("leave")
     return made
 
@@ -196,7 +196,7 @@ async def test_with_a_runner_it_goes_on_as_the_same_instance(
     (orphan,) = await adopting.adopt_runners()
     assert (orphan.placement, orphan.state) == (PLACEMENT, FULL)
     assert meets["a.sock"].did == ["adopt"]
-    assert adopting.instance == runner_adoption.Instance("instance-1", 7, 2, 60_000)
+    assert adopting.instance == runner_adoption.NodeInstance("instance-1", 7, 2, 60_000)
     assert [path.name for path in (tmp_path / "runners").iterdir()] == ["a.sock"]
 
 
@@ -222,7 +222,7 @@ async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
     meets["a.sock"] = found(tmp_path / "a")
     (tmp_path / "runners" / "a.sock").touch()
     await adopting.adopt_runners()
-    assert adopting.instance == runner_adoption.Instance("instance-1", 7, 2)
+    assert adopting.instance == runner_adoption.NodeInstance("instance-1", 7, 2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rdzv.agent.app import agent_settings, daemon
 from rdzv.agent.app.agent_config import check_directories, read_config
 from rdzv.agent.app.agent_settings import AgentSettings, own_account
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
-from rdzv.core.fleet.node_resources import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.rendering import render
 from rdzv.settings.toml_files import compare, load
@@ -452,7 +452,7 @@ check = "gpu"
 check = "xid"
 codes = ["79"]
 """
-    has = Resources(gpus=(Gpu("GPU-a", "", 0),))
+    has = NodeResources(gpus=(Gpu("GPU-a", "", 0),))
     config = settings_of(written(tmp_path, lines))
     command, data, scratch, gpu, xid = config.checks(has, {"PATH": "/bin"})
     assert isinstance(command, Command)

@@ -16,7 +16,7 @@ import pytest
 
 from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.output import console_tee as tee_module
-from rdzv.agent.output.console_tee import Stream, Tee, line_prefix, parse_filters, parse_ranks
+from rdzv.agent.output.console_tee import OutputStream, Tee, line_prefix, parse_filters, parse_ranks
 from rdzv.agent.output.tailed_file import TailedFile
 from rdzv.agent.workers.worker_group import DRAIN_TIMEOUT_S, LocalWorkerGroup
 from rdzv.core.model import Assignment
@@ -98,7 +98,9 @@ class Desk:
         self.out, self.err = Console(), Console()
         self.tee = Tee(self.out.writer, self.err.writer)
 
-    def follow(self, name: str, prefix: bytes = b"", stream: Stream = Stream.OUT) -> Path:
+    def follow(
+        self, name: str, prefix: bytes = b"", stream: OutputStream = OutputStream.OUT
+    ) -> Path:
         path = self.folder / name
         self.tee.follow(path, prefix, stream)
         return path
@@ -264,7 +266,7 @@ async def test_a_file_that_was_cut_begins_anew(desk: Desk) -> None:
 @pytest.mark.quick
 async def test_stdout_and_stderr_do_not_mix(desk: Desk) -> None:
     append(desk.follow("out", b"a:"), b"to out\n")
-    append(desk.follow("err", b"a:", Stream.ERR), b"to err\n")
+    append(desk.follow("err", b"a:", OutputStream.ERR), b"to err\n")
     assert await desk.drain() == b"a:to out\n"
     assert desk.err.rest() == b"a:to err\n"
 
@@ -342,7 +344,7 @@ async def test_a_closed_tee_copies_no_more(desk: Desk) -> None:
 async def test_a_blocked_console_blocks_nothing_else(desk: Desk) -> None:
     filled = desk.out.fill()
     append(desk.follow("out"), b"waits\n")
-    append(desk.follow("err", stream=Stream.ERR), b"goes on\n")
+    append(desk.follow("err", stream=OutputStream.ERR), b"goes on\n")
     await desk.err.expect(b"goes on\n")
     assert not await desk.tee.drain(0.01)
     assert await desk.out.read(filled) == bytes(filled)
@@ -411,7 +413,7 @@ async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
         # More than fits into one turn, so the file at hand is not finished either.
         append(desk.follow(f"{round_}"), b"%d\n" % round_ + b"x" * 70_000 + b"\n")
         desk.tee.unfollow()
-        assert desk.tee.pending(Stream.OUT) <= rounds
+        assert desk.tee.pending(OutputStream.OUT) <= rounds
     await desk.out.read(filled)
     drained = asyncio.create_task(desk.tee.drain(LONG_S))
     found = b""
@@ -434,7 +436,7 @@ async def test_a_closed_console_ends_the_copying_and_nothing_else(
     assert await desk.tee.drain(LONG_S)
     assert "cannot write to stdout (Broken pipe)" in caplog.text
     append(desk.follow("out"), b"nor this\n")
-    append(desk.follow("err", stream=Stream.ERR), b"but this\n")
+    append(desk.follow("err", stream=OutputStream.ERR), b"but this\n")
     await desk.err.expect(b"but this\n")
     assert await desk.tee.drain(LONG_S)
     assert caplog.text.count("cannot write to stdout") == 1
@@ -443,7 +445,7 @@ async def test_a_closed_console_ends_the_copying_and_nothing_else(
 async def test_a_console_that_was_closed_from_the_start_is_no_error(tmp_path: Path) -> None:
     tee = Tee(-1, -1)
     append(tmp_path / "log", b"x\n")
-    tee.follow(tmp_path / "log", b"", Stream.OUT)
+    tee.follow(tmp_path / "log", b"", OutputStream.OUT)
     assert await tee.drain(LONG_S)
     tee.close()
     threads_end()
@@ -452,8 +454,8 @@ async def test_a_console_that_was_closed_from_the_start_is_no_error(tmp_path: Pa
 async def test_no_descriptor_is_left(tmp_path: Path) -> None:
     before = open_descriptors()
     tee = Tee(1, 2)
-    tee.duplicate(Stream.OUT, tmp_path / "filtered", ["x"])
-    tee.follow(tmp_path / "log", b"", Stream.OUT)
+    tee.duplicate(OutputStream.OUT, tmp_path / "filtered", ["x"])
+    tee.follow(tmp_path / "log", b"", OutputStream.OUT)
     tee.close()
     threads_end()
     assert open_descriptors() == before
@@ -465,9 +467,9 @@ async def test_no_descriptor_is_left(tmp_path: Path) -> None:
 async def test_lines_with_any_of_the_strings_are_also_copied_into_a_file(desk: Desk) -> None:
     filtered = desk.folder / "filtered_stdout.log"
     filtered.write_text("of an agent before\n")
-    desk.tee.duplicate(Stream.OUT, filtered, ["apple", "x,y"])
+    desk.tee.duplicate(OutputStream.OUT, filtered, ["apple", "x,y"])
     append(desk.follow("a", b"a:"), b"an apple\npear\nx\nan x,y")
-    append(desk.follow("b", b"b:", Stream.ERR), b"apple\n")
+    append(desk.follow("b", b"b:", OutputStream.ERR), b"apple\n")
     out = await desk.drain()
     assert out == b"a:an apple\na:pear\na:x\na:an x,y\n"
     assert filtered.read_bytes() == b"a:an apple\na:an x,y\n"
@@ -475,7 +477,7 @@ async def test_lines_with_any_of_the_strings_are_also_copied_into_a_file(desk: D
 
 async def test_a_blocked_console_does_not_hold_up_a_filtered_log(desk: Desk) -> None:
     filtered = desk.folder / "filtered_stdout.log"
-    desk.tee.duplicate(Stream.OUT, filtered, [""])
+    desk.tee.duplicate(OutputStream.OUT, filtered, [""])
     filter_thread = next(t for t in threading.enumerate() if t.name == f"tee {filtered}")
     desk.out.fill()
     append(desk.follow("log", b"a:"), b"x\ny\n")
@@ -486,7 +488,7 @@ async def test_a_blocked_console_does_not_hold_up_a_filtered_log(desk: Desk) -> 
 
 async def test_every_round_has_filtered_logs_of_its_own(desk: Desk) -> None:
     for round_ in range(2):
-        desk.tee.duplicate(Stream.OUT, desk.folder / f"filtered_{round_}", ["x"])
+        desk.tee.duplicate(OutputStream.OUT, desk.folder / f"filtered_{round_}", ["x"])
         append(desk.follow(f"{round_}"), b"x %d\n" % round_)
         desk.tee.unfollow()
     append(desk.follow("unfiltered"), b"x\n")

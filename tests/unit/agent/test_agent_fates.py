@@ -15,7 +15,7 @@ from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import (
     FateRecorder,
     NodeOutcome,
-    Stop,
+    StopOrder,
     WorkerFate,
     ranges,
     root_cause_exit_code,
@@ -186,7 +186,7 @@ def test_a_worker_that_the_agent_has_ended_is_terminated_and_has_not_failed(play
     assert '"exit_code": [-11], "worker_pid": [70]' in failed["metadata"]["metadata"]
     assert play.outcome is not None
     assert [worker.failed for worker in play.outcome.workers] == [True, False]
-    assert play.outcome.workers[1].stopped == Stop(signal.SIGTERM, at_ms=0)
+    assert play.outcome.workers[1].stopped == StopOrder(signal.SIGTERM, at_ms=0)
 
 
 def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
@@ -199,7 +199,9 @@ def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
     error = play.recorder.events[-1]["metadata"]["raw_error"]
     assert error.startswith("its agent received SIGINT; no server could be told")
     assert play.outcome is not None
-    assert {worker.stopped for worker in play.outcome.workers} == {Stop(signal.SIGINT, at_ms=0)}
+    assert {worker.stopped for worker in play.outcome.workers} == {
+        StopOrder(signal.SIGINT, at_ms=0)
+    }
 
 
 def test_who_never_had_a_round_has_failed_without_workers(play: Play) -> None:
@@ -234,7 +236,7 @@ def test_a_round_that_ends_elsewhere_ends_the_workers_here(play: Play) -> None:
     play.exit(1, None, 9)
     play.see(events.WorkersGone(3))
     stopped = [worker.stopped for worker in play.fates.workers]
-    assert stopped == [Stop(signal.SIGTERM, at_ms=0)] * 2
+    assert stopped == [StopOrder(signal.SIGTERM, at_ms=0)] * 2
 
 
 def test_what_the_handler_does_not_take_is_counted_not_waited_for(play: Play) -> None:
@@ -256,7 +258,7 @@ def test_a_parked_worker_that_is_ended_with_the_job_has_its_exit() -> None:
     )
     assert p.outcome is not None
     first, second = p.outcome.workers
-    assert (first.exit_code, first.failed, first.stopped) == (0, False, Stop(15, at_ms=400))
+    assert (first.exit_code, first.failed, first.stopped) == (0, False, StopOrder(15, at_ms=400))
     assert (second.signal, second.failed) == (9, True)
 
 
@@ -327,7 +329,7 @@ def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
     assert p.outcome is not None
     assert [(worker.failed, worker.stopped) for worker in p.outcome.workers] == [
         (True, None),
-        (False, Stop(signal.SIGTERM, at_ms=0)),
+        (False, StopOrder(signal.SIGTERM, at_ms=0)),
     ]
     assert p.recorded()[-3:-1] == [("WORKER", "FAILED"), ("WORKER", "TERMINATED")]
 
@@ -335,7 +337,7 @@ def test_a_charged_suspect_has_failed_and_was_not_ended_by_the_agent() -> None:
 # ------------------------------------------------------------------ the summary
 
 LOST = "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.1]:3133"
-TERM = Stop(signal.SIGTERM, at_ms=1_000)
+TERM = StopOrder(signal.SIGTERM, at_ms=1_000)
 
 
 def failure(rank: int, node: str, message: str, traceback: str = "", **how: int) -> Failure:
@@ -354,7 +356,7 @@ def failure(rank: int, node: str, message: str, traceback: str = "", **how: int)
 
 
 def fate(
-    local_rank: int, stopped: Stop | None = TERM, why_killed: str = "", **how: int
+    local_rank: int, stopped: StopOrder | None = TERM, why_killed: str = "", **how: int
 ) -> WorkerFate:
     return WorkerFate(
         local_rank,
@@ -412,7 +414,7 @@ def test_a_worker_may_answer_the_signal_in_its_own_way() -> None:
         workers=(
             *(fate(n, exit_code=0) for n in range(4)),
             fate(4, exit_code=143),
-            fate(5, Stop(signal.SIGKILL, 0), signal=9),
+            fate(5, StopOrder(signal.SIGKILL, 0), signal=9),
             fate(6),
             fate(7, why_killed="it did not park in time", signal=9),
             fate(8, why_killed="it did not park in time", signal=15),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.inventory import health, xid
-from rdzv.agent.inventory.health import Health
+from rdzv.agent.inventory.health import NodeHealth
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids, look_at_gpus
 from rdzv.core.fleet.node_resources import FailingCheck
 from tests.support.agent_jobs import PATIENCE_S, is_alive, until
@@ -58,13 +58,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.quick
 async def test_a_node_without_checks_is_well() -> None:
-    assert await Health(()).look() == ()
+    assert await NodeHealth(()).look() == ()
 
 
 @pytest.mark.quick
 async def test_all_that_fails_is_told_and_who_is_concerned_hears_of_each_change() -> None:
     fan, disk, heard = Fake("fan"), Fake("disk /"), list[tuple[FailingCheck, ...]]()
-    node = Health((fan, disk), on_change=lambda: heard.append(node.failing))
+    node = NodeHealth((fan, disk), on_change=lambda: heard.append(node.failing))
     assert await node.look() == ()
     fan.wrong, disk.wrong = "stands still", "is full"
     found = await node.look(fresh_s=0.0)
@@ -79,7 +79,7 @@ async def test_all_that_fails_is_told_and_who_is_concerned_hears_of_each_change(
 @pytest.mark.quick
 async def test_what_was_just_found_holds_for_the_next_job_but_not_after_a_failure() -> None:
     fan = Fake()
-    node = Health((fan,))
+    node = NodeHealth((fan,))
     for _ in range(3):
         await node.look()
     assert len(fan.asked) == 1
@@ -90,7 +90,7 @@ async def test_what_was_just_found_holds_for_the_next_job_but_not_after_a_failur
 async def test_those_who_ask_at_once_ask_once() -> None:
     fan = Fake()
     fan.gate = asyncio.Event()
-    node = Health((fan,))
+    node = NodeHealth((fan,))
     asking = [asyncio.create_task(node.look()) for _ in range(5)]
     await until(lambda: bool(fan.asked))
     fan.gate.set()
@@ -101,7 +101,7 @@ async def test_those_who_ask_at_once_ask_once() -> None:
 @pytest.mark.quick
 async def test_the_gpus_of_who_asks_count_as_unused_and_are_looked_at() -> None:
     fan = Fake()
-    node = Health((fan,), lambda: frozenset({"GPU-b"}))
+    node = NodeHealth((fan,), lambda: frozenset({"GPU-b"}))
     await node.look()
     await node.look(frozenset({"GPU-a"}))
     assert fan.asked == [{"GPU-b"}, {"GPU-a", "GPU-b"}]
@@ -110,7 +110,7 @@ async def test_the_gpus_of_who_asks_count_as_unused_and_are_looked_at() -> None:
 @pytest.mark.usefixtures("quick")
 async def test_what_fails_is_tried_again_until_it_is_well_and_that_is_told() -> None:
     fan, heard = Fake(), list[bool]()
-    node = Health((fan,), on_change=lambda: heard.append(bool(node.failing)))
+    node = NodeHealth((fan,), on_change=lambda: heard.append(bool(node.failing)))
     await node.look()
     running = asyncio.create_task(node.run())
     fan.wrong = "stands still"
@@ -124,7 +124,7 @@ async def test_what_fails_is_tried_again_until_it_is_well_and_that_is_told() -> 
 @pytest.mark.quick
 async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
     fan = Fake()
-    node = Health((fan,))
+    node = NodeHealth((fan,))
     await node.look()
     running = asyncio.create_task(node.run())
     for _ in range(50):
@@ -140,7 +140,7 @@ async def test_a_node_that_is_well_is_not_looked_at_without_need() -> None:
 @pytest.mark.usefixtures("quick")
 async def test_a_node_without_a_job_is_looked_at_now_and_then() -> None:
     fan, heard = Fake(), list[bool]()
-    node = Health((fan,), on_change=lambda: heard.append(bool(node.failing)))
+    node = NodeHealth((fan,), on_change=lambda: heard.append(bool(node.failing)))
     node.idle_interval_s = 0.01
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(node.run())
@@ -155,7 +155,7 @@ async def test_a_node_without_a_job_is_looked_at_now_and_then() -> None:
 
 async def test_while_a_job_is_there_only_need_has_it_looked_at() -> None:
     fan, passed = Fake(), list[int]()
-    node = Health((fan,))
+    node = NodeHealth((fan,))
     node.idle_interval_s = 0.01
 
     def is_idle() -> bool:
@@ -175,7 +175,7 @@ async def test_while_a_job_is_there_only_need_has_it_looked_at() -> None:
 async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_back() -> None:
     nfs, fan = Fake("nfs"), Fake()
     nfs.timeout_s, nfs.gate = 0.05, asyncio.Event()
-    node = Health((nfs, fan))
+    node = NodeHealth((nfs, fan))
     (found,) = await node.look()
     assert str(found) == "nfs did not return within 0.05 s"
     (found,) = await node.look(fresh_s=0.0)
@@ -191,7 +191,7 @@ async def test_one_that_hangs_fails_and_is_not_asked_again_before_it_has_come_ba
 
 async def test_a_bug_of_a_check_is_a_check_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     broken = Disk("disk", 5.0, path=None)  # type: ignore[arg-type]
-    (found,) = await Health((broken,)).look()
+    (found,) = await NodeHealth((broken,)).look()
     assert "failed because of a bug: TypeError" in found.reason
     assert " raised an exception" in caplog.text
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.launch.launch import NO_FILES, Output
-from rdzv.agent.output.console_tee import Stream
+from rdzv.agent.output.console_tee import OutputStream
 from rdzv.agent.output.run_files import RunLogs, WorkerOutput, usual_output
 from rdzv.core.model import Assignment
 from rdzv.structs import replace
@@ -42,8 +42,8 @@ def test_where_a_stream_goes(
     found = usual_output(Path("/r"), output, 2)
     path = None if log is None else Path("/r/1") / log
     assert (found.workers[1].stdout, found.workers[1].error) == (path, Path("/r/1/error.json"))
-    assert found.workers[1].teed.get(Stream.OUT) == (path if teed else None)
-    assert found.filtered[Stream.ERR] == Path("/r/filtered_stderr.log")
+    assert found.workers[1].teed.get(OutputStream.OUT) == (path if teed else None)
+    assert found.filtered[OutputStream.ERR] == Path("/r/filtered_stderr.log")
 
 
 def test_an_attempt_points_to_its_latest_round_and_nothing_is_deleted(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands, events
 from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
 from rdzv.agent.node.placements import Occupancy, Placements
-from rdzv.agent.server_link.link import Identity, ServerLink
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.agent.server_link.link import NodeIdentity, ServerLink
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.core.model import Assignment, KeptWorker
 from rdzv.errors import InvalidRequestError
 from rdzv.settings.setting_types import settings_of
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "metrics" / "agent.txt"
 EXPIRES = datetime(2027, 3, 1, tzinfo=UTC)
-IDENTITY = Identity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.3")
+IDENTITY = NodeIdentity("n1", "one", pb.AGENT_KIND_FOREGROUND, "10.0.0.5", 99, "1.2.3")
 
 
 class Node:
@@ -59,7 +59,7 @@ class Node:
             {"waiting": 1, "running": 1, "ending": 0}, {"free": 1, "running": 6, "ending": 1}
         )
         placements = SimpleNamespace(
-            occupancy=lambda: self.occupancy, resources=Resources(capacity=2)
+            occupancy=lambda: self.occupancy, resources=NodeResources(capacity=2)
         )
         self.placements = cast(Placements, placements)
         link = cast(ServerLink, self.link)

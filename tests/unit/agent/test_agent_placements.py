@@ -19,7 +19,7 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, JobTerms
 from rdzv.agent.handover.handover_state import KeptPlacement, KeptState
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption
-from rdzv.agent.inventory.health import Health, describe
+from rdzv.agent.inventory.health import NodeHealth, describe
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node import placements as module
 from rdzv.agent.node.placements import Placements
@@ -28,7 +28,7 @@ from rdzv.agent.output.run_files import Written
 from rdzv.agent.output.run_folders import RunFolders
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.client import Endpoint
-from rdzv.core.fleet.node_resources import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.core.model import JobSpec, Offer, Result, Settings
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Placed, Withdrawn
@@ -154,9 +154,9 @@ class Node:
         monkeypatch.setattr(module, "JobDriver", lambda made, _, *more: Driver(self, made, *more))
         monkeypatch.setattr(module, "CLOSE_AGAIN_S", 0.001)
         around = Surroundings("n1", (Endpoint("head", 1),), {"PATH": "/usr/bin:/bin"})
-        has = Resources(**{"capacity": 2, **resources})
+        has = NodeResources(**{"capacity": 2, **resources})
         self.check = Check()
-        self.health = Health((self.check,))
+        self.health = NodeHealth((self.check,))
         self.not_now: list[tuple[str, str, str]] = []
         self.failing_said: list[str] = []
         self.placements = Placements(
@@ -444,7 +444,7 @@ async def test_a_node_of_more_capacity_takes_those_who_wait(node: Node) -> None:
         node.place(name)
     await until(lambda: len(node.drivers) == 2)
     (waiting,) = {"a", "b", "c"} - {rdzv_id for rdzv_id, _ in node.drivers}
-    node.placements.change(Resources(capacity=3), {"PATH": "/bin", "NEW": "1"})
+    node.placements.change(NodeResources(capacity=3), {"PATH": "/bin", "NEW": "1"})
     driver = await node.driver(waiting)
     assert driver.rdzv_id == waiting
     node.drivers["a", "r1"].end()

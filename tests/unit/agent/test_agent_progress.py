@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rdzv.agent.observers import progress_files
-from rdzv.agent.observers.progress_files import WINDOW_MS, Pace, ProgressFiles, read_step
+from rdzv.agent.observers.progress_files import WINDOW_MS, ProgressFiles, WorkerPace, read_step
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.model import Assignment
 from rdzv.messages import Progress
@@ -72,8 +72,8 @@ def test_the_examples_hold() -> None:
 # ---------------------------------------------------------------------- rates
 
 
-def pace(*seen: tuple[int, int]) -> Pace:
-    found = Pace()
+def pace(*seen: tuple[int, int]) -> WorkerPace:
+    found = WorkerPace()
     for at_ms, step in seen:
         found = found.after(step, at_ms)
     return found

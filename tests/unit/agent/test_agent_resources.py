@@ -18,8 +18,8 @@ from rdzv.agent.inventory.resources import (
     memory_bytes,
     parse_gpus,
 )
-from rdzv.agent.node.gpu_assignments import Ledger
-from rdzv.core.fleet.node_resources import Gpu, Resources
+from rdzv.agent.node.gpu_assignments import GpuLedger
+from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.errors import InvalidRequestError
 
 # ------------------------------------------------------------------ memory
@@ -78,10 +78,10 @@ def test_this_machine_has_something() -> None:
 
 
 def test_what_a_node_has_is_said_in_words() -> None:
-    one = Resources(cpus=1, memory_bytes=GIB, gpus=(Gpu("GPU-a", "", 0),))
+    one = NodeResources(cpus=1, memory_bytes=GIB, gpus=(Gpu("GPU-a", "", 0),))
     assert describe(one) == "1 CPU, 1 GiB, 1 GPU, 1 at once"
     gpus = (Gpu("GPU-a", "H100", 0), Gpu("GPU-b", "H100", 0))
-    two = Resources(cpus=2, memory_bytes=GIB // 2, gpus=gpus, capacity=2)
+    two = NodeResources(cpus=2, memory_bytes=GIB // 2, gpus=gpus, capacity=2)
     assert describe(two) == "2 CPUs, 512 MiB, 2 GPUs (H100), 2 at once"
 
 
@@ -268,9 +268,9 @@ def test_the_real_module_reads_a_library(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the ledger
 
 
-def ledger(gpus: int = 4, capacity: int = 3) -> Ledger:
+def ledger(gpus: int = 4, capacity: int = 3) -> GpuLedger:
     names = tuple(Gpu(f"GPU-{n}", "", 0) for n in range(gpus))
-    return Ledger.of(Resources(gpus=names, capacity=capacity))
+    return GpuLedger.of(NodeResources(gpus=names, capacity=capacity))
 
 
 def test_no_gpu_is_given_twice() -> None:

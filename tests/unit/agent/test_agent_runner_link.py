@@ -25,7 +25,13 @@ from rdzv.agent.core.events import (
 )
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
 from rdzv.agent.runner.spawn import NOT_STARTED
-from rdzv.agent.runner_link import Hello, RunnerLink, StartedRunner, agent_children, runner_link
+from rdzv.agent.runner_link import (
+    RunnerHello,
+    RunnerLink,
+    StartedRunner,
+    agent_children,
+    runner_link,
+)
 from tests.support.lingering import LINGER_S
 
 pytestmark = pytest.mark.slow
@@ -43,7 +49,7 @@ class Story:
         self.process = subprocess.Popen(["sleep", "600"])
         self.heard: list[RunnerEvent] = []
         self.handling: list[asyncio.Future[None]] = []
-        hello = Hello(self.process.pid, 0, {0: 9}, frozenset(), kept={})
+        hello = RunnerHello(self.process.pid, 0, {0: 9}, frozenset(), kept={})
         self.link = RunnerLink(None, Channel(ours), self.take, hello)
 
     def take(self, event: RunnerEvent) -> asyncio.Future[None] | None:

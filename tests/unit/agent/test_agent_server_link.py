@@ -26,9 +26,9 @@ from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.server_link import fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
 from rdzv.agent.server_link.fence_proofs import FenceProofs
-from rdzv.agent.server_link.link import Identity, ServerLink
+from rdzv.agent.server_link.link import NodeIdentity, ServerLink
 from rdzv.client import Endpoint, parse_endpoint
-from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.model import Assignment, Ended, JobSpec, Result
 from rdzv.errors import (
@@ -49,7 +49,7 @@ from tests.support.agent_jobs import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
-IDENTITY = Identity("n1", "instance-1", AgentKind.FOREGROUND, "127.0.0.1", 4711, "1.2.3")
+IDENTITY = NodeIdentity("n1", "instance-1", AgentKind.FOREGROUND, "127.0.0.1", 4711, "1.2.3")
 NOBODY = Endpoint("127.0.0.1", 9)
 """A port that no server listens on."""
 
@@ -1157,7 +1157,7 @@ class Placements:
     """Holds what the story says, and records what it receives."""
 
     def __init__(self) -> None:
-        self.resources = Resources(cpus=8, capacity=2)
+        self.resources = NodeResources(cpus=8, capacity=2)
         self.held: tuple[Holding, ...] = (Holding("job-1", "r0", 1),)
         self.failing: tuple[FailingCheck, ...] = ()
         self.heard: asyncio.Queue[object] = asyncio.Queue()
@@ -1333,7 +1333,7 @@ async def test_a_hello_is_said_again_at_once_and_no_job_takes_it_for_a_loss(
     link.placements = Placements()
     async with running(link):
         talk, _ = await server.greet(job)
-        link.placements.resources = Resources(cpus=8, capacity=3)
+        link.placements.resources = NodeResources(cpus=8, capacity=3)
         link.say_hello_again()
         link.say_hello_again()
         await talk.of_kind("away")  # Otherwise its seats would be lost.

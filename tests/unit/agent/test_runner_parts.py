@@ -36,7 +36,7 @@ from rdzv.agent.runner.requests import (
     WorkerSpec,
     ZygoteSpec,
 )
-from rdzv.agent.runner.snapshot_slots import MAX_SHARDS, Mark, Snapshot
+from rdzv.agent.runner.snapshot_slots import MAX_SHARDS, Snapshot, StateMark
 from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.system import Alarm, boottime_ms, libc
 from rdzv.agent.runner.worker_links import PROTOCOL, WorkerLink
@@ -519,7 +519,7 @@ def test_a_worker_that_has_said_hello_says_what_it_has_saved(runner: FakeRunner)
         worker.say("saved", slot=1, **SAVED)
         worker.say("saved", slot=0)
         assert worker.noted == [
-            (1, 1, Snapshot(1, Mark(4, 50, "a", 1, 2), 0, 7, "d")),
+            (1, 1, Snapshot(1, StateMark(4, 50, "a", 1, 2), 0, 7, "d")),
             (1, 0, None),
         ]
 

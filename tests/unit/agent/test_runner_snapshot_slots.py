@@ -24,13 +24,13 @@ from rdzv.agent.runner.snapshot_copies import SnapshotCopies
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,
-    Mark,
     Snapshot,
     SnapshotSlots,
+    StateMark,
 )
 
 MIB = 1 << 20
-MARK = Mark(3, 10, "abc", 1, 1)
+MARK = StateMark(3, 10, "abc", 1, 1)
 
 
 def saved(step: int = 10) -> Snapshot:

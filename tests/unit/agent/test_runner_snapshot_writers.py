@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.snapshot_slots import Mark
+from rdzv.agent.runner.snapshot_slots import StateMark
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
-MARK = Mark(0, 40, "a", 1, 2)
+MARK = StateMark(0, 40, "a", 1, 2)
 REQUEST = {"mark": asdict(MARK), "argv": ["write"], "env": {}}
 
 

@@ -18,7 +18,7 @@ from rdzv.core.model import (
     Participant,
     Round,
     RoundEnd,
-    Waiting,
+    WaitingNode,
 )
 from rdzv.core.root_cause import MAX_FAILURES, charged_failures, keep_earliest
 from rdzv.core.rounds.ranks import assign_seats
@@ -54,9 +54,9 @@ def parked(text: str) -> tuple[KeptWorker, ...]:
     return tuple(found)
 
 
-def waits(text: str, left_round: int | None = 4, size: int = SIZE) -> Waiting:
+def waits(text: str, left_round: int | None = 4, size: int = SIZE) -> WaitingNode:
     offer = Offer("h", local_world_size=size)
-    return Waiting(1, offer, 0, left_round=left_round, kept=parked(text))
+    return WaitingNode(1, offer, 0, left_round=left_round, kept=parked(text))
 
 
 def failure(node_id: str, local_rank: int, at_ms: int = 0, *, suspect: bool = False) -> Failure:
@@ -89,7 +89,7 @@ def ended(
     return replace(round_, source=source, resume_step=resume_step, fruitless=fruitless)
 
 
-def decide(prior: Round | None, joins: dict[str, Waiting]) -> Keeping:
+def decide(prior: Round | None, joins: dict[str, WaitingNode]) -> Keeping:
     prior_places = prior.participants if prior is not None else ()
     return keep(prior, assign_seats(prior_places, joins, 9), joins)
 

@@ -80,8 +80,8 @@ def test_the_newest_whole_mark(held: list[str], newest: str | None) -> None:
     assert newest_whole(map(holds, held), range(3, 7), WORKERS) == expected
 
 
-def waits(text: str) -> model.Waiting:
-    return model.Waiting(
+def waits(text: str) -> model.WaitingNode:
+    return model.WaitingNode(
         1, model.Offer("h", local_world_size=2), 0, left_round=4, snapshots=holds(text)
     )
 

@@ -74,7 +74,7 @@ async def test_what_rdzvctl_says_of_the_job_is_shown_and_checked(
     demo = story.Demo(tmp_path, sys.executable)
     monkeypatch.setattr(demo, "rdzvctl", lambda *_: as_json.document(status))
     script = "echo rank 0 of 4: resuming from epoch 2; echo rank 0 of 4: starting afresh"
-    n1 = programs.Program("n1", ["sh", "-c", script], {}, tmp_path / "n1.log")
+    n1 = programs.DemoProgram("n1", ["sh", "-c", script], {}, tmp_path / "n1.log")
     demo.nodes["n1"] = n1
     demo.await_training(4, 1, demo.began_s, "it went on")
     said = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
         "time.sleep(100)\n"
     )
     command = [sys.executable, "-S", "-c", script]
-    program = programs.Program("n1", command, {}, tmp_path / "n1.log")
+    program = programs.DemoProgram("n1", command, {}, tmp_path / "n1.log")
     try:
         deadline = time.monotonic() + 60
         while (said := program.next(re.compile(r"^worker (\d+)$"))) is None:
@@ -122,7 +122,7 @@ def test_output_is_searched_once_line_by_line_also_after_the_program_has_ended(
     log = tmp_path / "n1.log"
     log.write_text("epoch 0 of an earlier one\n")
     script = "printf 'epoch 1\\nepoch 2\\n\\377epoch 3\\nepoch 4'"
-    program = programs.Program("n1", ["sh", "-c", script], {}, log)
+    program = programs.DemoProgram("n1", ["sh", "-c", script], {}, log)
     assert program.process.wait(60) == 0
     found = [program.next(re.compile(r"epoch (\d)")) for _ in range(4)]
     assert [match and match[1] for match in found] == ["1", "2", "3", None], "4 may be incomplete"

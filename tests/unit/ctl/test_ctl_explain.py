@@ -17,7 +17,7 @@ from rdzv.core.reason import Reason
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
-from rdzv.ctl.trace import Phase, spans_of
+from rdzv.ctl.trace import TracePhase, spans_of
 from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
@@ -76,8 +76,8 @@ async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
         (span.phase, span.until_ms - span.since_ms)
         for span in spans_of(runs_of(of.history)[0], of.now_ms)
     ]
-    assert [ms for phase, ms in spans if phase is Phase.LIVE] == [30_000, 26_000]
-    assert [ms for phase, ms in spans if phase is Phase.STOPPING] == [22_000]
+    assert [ms for phase, ms in spans if phase is TracePhase.LIVE] == [30_000, 26_000]
+    assert [ms for phase, ms in spans if phase is TracePhase.STOPPING] == [22_000]
 
 
 def started(number: int, *how: str) -> WorkersStarted:

@@ -26,7 +26,7 @@ from rdzv.errors import (
 )
 from rdzv.v1 import rdzv_pb2 as pb
 
-HERE = job_request.Caller("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
+HERE = job_request.CallerContext("/home/ada/gpt", {"TOKEN": "s3cret", "HOME": "/home/ada"})
 
 
 class SubmitControl(FakeControl):
@@ -112,11 +112,11 @@ def _no_defaults_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def read(*words: str, caller: job_request.Caller = HERE) -> job_request.Request:
+def read(*words: str, caller: job_request.CallerContext = HERE) -> job_request.Request:
     return job_request.read(words, caller)
 
 
-def refusal(*words: str, caller: job_request.Caller = HERE) -> str:
+def refusal(*words: str, caller: job_request.CallerContext = HERE) -> str:
     with pytest.raises(InvalidRequestError) as refused:
         job_request.read(words, caller)
     return str(refused.value)
@@ -212,13 +212,13 @@ def test_the_working_directory_has_the_name_that_the_caller_uses(
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path / "link")
     monkeypatch.setenv("PWD", str(tmp_path / "link"))
-    assert job_request.Caller.here().directory == str(tmp_path / "link")
+    assert job_request.CallerContext.here().directory == str(tmp_path / "link")
     monkeypatch.setenv("PWD", "/nowhere")
-    assert job_request.Caller.here().directory == str(tmp_path / "real")
+    assert job_request.CallerContext.here().directory == str(tmp_path / "real")
     (tmp_path / "real").rmdir()
-    assert job_request.Caller.here().directory == ""
-    assert "the working directory is gone" in refusal("t", caller=job_request.Caller("", {}))
-    assert read("--chdir=/srv", "t", caller=job_request.Caller("", {})).spec.chdir == "/srv"
+    assert job_request.CallerContext.here().directory == ""
+    assert "the working directory is gone" in refusal("t", caller=job_request.CallerContext("", {}))
+    assert read("--chdir=/srv", "t", caller=job_request.CallerContext("", {})).spec.chdir == "/srv"
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -307,7 +307,7 @@ def test_arguments_have_bounds_and_can_travel() -> None:
 
 
 def test_what_has_no_effect_is_noted() -> None:
-    caller = job_request.Caller("/", {"PET_NNODES": "2", "PET_TEE": "3"})
+    caller = job_request.CallerContext("/", {"PET_NNODES": "2", "PET_TEE": "3"})
     found = read("--rdzv-conf=join_timeot=9,timeout=9", "t", caller=caller)
     assert found.notes == (
         "--rdzv-conf: ignoring unknown key join_timeot; did you mean `join_timeout`?",

@@ -19,7 +19,7 @@ from rdzv.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.slow
 
-HEADER = backup.Header("memory", 4711, 1_763_700_000_000)
+HEADER = backup.BackupHeader("memory", 4711, 1_763_700_000_000)
 DOCUMENTS = {"cordoned": b'["n1"]', "large": bytes(range(256)) * (DOCUMENT_BYTES // 256)}
 
 

@@ -13,7 +13,7 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.etcd import etcd_pb2 as pb
 from rdzv.stores import election, election_session
 from rdzv.stores.election import Election
-from rdzv.stores.election_session import LOOP_TTLS, Fence, Session
+from rdzv.stores.election_session import LOOP_TTLS, ElectionSession, FencingToken
 from rdzv.stores.etcd_client import KeyValue
 from rdzv.stores.etcd_config import EtcdConfig
 
@@ -55,11 +55,11 @@ def etcd(monkeypatch: pytest.MonkeyPatch) -> Etcd:
     return made
 
 
-def leading(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, *, sent_s: float) -> Session:
+def leading(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, *, sent_s: float) -> ElectionSession:
     client: Any = etcd
-    session = Session(client, 1, TTL_S, sent_s)
+    session = ElectionSession(client, 1, TTL_S, sent_s)
     monkeypatch.setattr(session.stopped, "wait", etcd.wait)
-    session.lead(Fence(b"/rdzv/leader", 1, 1), etcd.now_s)
+    session.lead(FencingToken(b"/rdzv/leader", 1, 1), etcd.now_s)
     assert session.leads
     return session
 

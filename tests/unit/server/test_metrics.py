@@ -22,7 +22,7 @@ from rdzv.c10d import observations as c10d
 from rdzv.core.commands import Fail, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import HangOver, NodeLost, RunBegan, StacksTaken, WorkersStarted
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.fleet.node_resources import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import (
     Away,
@@ -183,7 +183,7 @@ async def submitted_jobs(s: Scraped) -> None:
     s.driver.placer.settled_at_ms = 0
     gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
     for node_id in ("g1", "g2"):
-        await s.connect(node_id, resources=Resources(gpus=gpus, capacity=2))
+        await s.connect(node_id, resources=NodeResources(gpus=gpus, capacity=2))
     await s.driver.nodes.cordon("g2", "its fan is loud")
     spec = JobSpec(("train.py",), local_world_size=3)
     for rdzv_id, nodes in (("eval", 1), ("later", 2)):
@@ -229,7 +229,7 @@ BUDGETS = (
 async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them() -> None:
     async with scraped() as s:
         s.driver.placer.settled_at_ms = 0
-        await s.connect("g2", resources=Resources(capacity=2))
+        await s.connect("g2", resources=NodeResources(capacity=2))
         n1 = await s.connect("n1")
         await s.say(n1, join(n1, (1, 1)))
 

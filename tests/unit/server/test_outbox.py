@@ -6,7 +6,7 @@ import asyncio
 
 from rdzv.messages import Announcement, Heard, Joined, Waiting, Welcome
 from rdzv.server.sessions import streams as outbox
-from rdzv.server.sessions.streams import Outbox, Stream
+from rdzv.server.sessions.streams import Stream, StreamOutbox
 
 WELCOME = Welcome(1, 1_000, 5_000)
 JOINED = Joined("job-7", "run-1", 1)
@@ -14,14 +14,14 @@ WAITING = Waiting("job-7", "waiting for 1 more node")
 URGENT = Heard(1, 0)
 
 
-def filled(*told: Announcement, lingers: bool = True, limit: int = 100) -> Outbox:
-    made = Outbox(limit, lingers=lingers)
+def filled(*told: Announcement, lingers: bool = True, limit: int = 100) -> StreamOutbox:
+    made = StreamOutbox(limit, lingers=lingers)
     for one in told:
         assert made.put(one)
     return made
 
 
-async def taken_at_once(made: Outbox) -> list[Announcement] | None:
+async def taken_at_once(made: StreamOutbox) -> list[Announcement] | None:
     """Return what its reader gets without waiting; None if nothing."""
     reader = asyncio.ensure_future(made.take())
     for _ in range(3):
@@ -68,7 +68,7 @@ async def test_its_reader_ends_with_it() -> None:
     made = filled(WELCOME, URGENT)
     made.close()
     assert await taken_at_once(made) == []
-    waits = Outbox(1, lingers=True)
+    waits = StreamOutbox(1, lingers=True)
     reader = asyncio.ensure_future(waits.take())
     await asyncio.sleep(0)
     waits.close()

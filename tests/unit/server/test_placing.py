@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
-from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Gpu, NodeResources
 from rdzv.core.model import (
     DAEMON_RETURN_MS,
     Assignment,
@@ -47,7 +47,9 @@ from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, s
 pytestmark = pytest.mark.slow
 
 HELD = Holdings((Holding("job-7", "sub-1", 1),))
-HAS = Resources(cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),))
+HAS = NodeResources(
+    cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),)
+)
 SPEC = JobSpec(args=("train.py",), env=(("TOKEN", "secret"),), local_world_size=1)
 QUIET_MS = 100
 

@@ -27,7 +27,7 @@ from rdzv.core.commands import Decline, Fail
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.fleet.node_resources import FailingCheck, Gpu, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, Gpu, NodeResources
 from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
 from rdzv.server import wire
@@ -107,7 +107,7 @@ def by_agents() -> Iterator[tuple[str, Message]]:
     yield "log_piece", encoding.report(piece)
     yield "stacks", encoding.report(messages.Stacks(5, (STACK,), last=False, error=""))
     yield "stacks:last", encoding.report(messages.Stacks(5, (), last=True, error="caf\udce9"))
-    has = Resources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
+    has = NodeResources(8, 64, (Gpu("GPU-a", "H100", 80),), (("gpu", "h100"),), 2, "rack-1")
     yield "resources", write(pb.Resources(), has)
     yield (
         "holdings",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 import pytest
 
-from rdzv.runtime.usage import Choice, Program
+from rdzv.runtime.usage import Choice, DaemonCommand
 
 
-@click.command("rdzv-test", cls=Program)
+@click.command("rdzv-test", cls=DaemonCommand)
 @click.option("-l", "--log-level", type=Choice(["debug", "info"]))
 @click.option("--count", type=int)
 def program(log_level: str | None, count: int | None) -> None:

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from rdzv.core.model import Settings
-from rdzv.torchrun.conversation import Part, Phase, Talk
+from rdzv.torchrun.conversation import Part, PartPhase, Talk
 from rdzv.v1 import rdzv_pb2 as pb
 
 
@@ -31,7 +31,7 @@ def test_a_round_is_over_once_for_its_first_reason_and_the_next_one_is_not(part:
     for number in (4, 5):
         part.say_join(4711)
         hear_round(part, number)
-        assert (part.phase, part.over) == (Phase.RUNNING, "")
+        assert (part.phase, part.over) == (PartPhase.RUNNING, "")
         hear_end(part, number - 1, "an earlier one")
         assert part.over == ""
         hear_end(part, number, f"n{number} is gone")
@@ -47,7 +47,7 @@ def test_a_round_is_taken_only_while_joining_and_never_one_before(part: Part) ->
     part.say_join(2)
     for number in (2, 3):
         hear_round(part, number)
-        assert (part.phase, part.line and part.line.round) == (Phase.JOINING, 3)
+        assert (part.phase, part.line and part.line.round) == (PartPhase.JOINING, 3)
     assert hear_round(part, 4) == part.line
 
 
@@ -118,13 +118,13 @@ def test_success_is_said_of_a_round_that_runs_and_of_no_other(talk: Talk, part: 
     hear_end(part, 3, "n2 is gone")
     talk.on_success()
     assert talk.stream.messages == []  # type: ignore[union-attr]
-    assert part.phase is Phase.RUNNING
+    assert part.phase is PartPhase.RUNNING
     part.say_join(1)
     hear_round(part, 4)
     talk.on_success()
     talk.on_success()
     (said,) = talk.stream.messages  # type: ignore[union-attr]
-    assert (said.succeeded.round, part.phase) == (4, Phase.SUCCEEDED)
+    assert (said.succeeded.round, part.phase) == (4, PartPhase.SUCCEEDED)
 
 
 def test_why_a_round_is_over_is_said_of_that_round(talk: Talk, part: Part) -> None:

@@ -16,7 +16,7 @@ from rdzv.bounds import Age, Else, Flat, Rate, Unsent, Within
 from rdzv.core import commands, model
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -40,7 +40,7 @@ REPORTS: list[tuple[type, type[Message]]] = [
     (MissingCopies, pb.MissingCopies),
     (HungWorker, pb.HungWorker),
     (WorkerStack, pb.WorkerStack),
-    (Resources, pb.Resources),
+    (NodeResources, pb.Resources),
     (FailingCheck, pb.FailingCheck),
     (model.Failure, pb.WorkerFailure),
     (commands.Stop, pb.StopJobRequest),
@@ -71,7 +71,7 @@ TOLD = [
 """The structs that nodes are told, but for those of which this server sends only a part."""
 
 
-def value_of(shape: wire.Shape, chance: random.Random) -> Any:
+def value_of(shape: wire.FieldType, chance: random.Random) -> Any:
     """Return a random value that a field may hold."""
     if shape.optional and chance.random() < 0.3:
         return None
@@ -111,7 +111,7 @@ def test_a_struct_is_read_back_as_it_was_written(kind: type, message: type[Messa
             assert read(kind, sent, checked=checked, now_ms=NOW_MS) == value
 
 
-def bounded(kind: type, message: Any, path: str = "") -> Iterator[tuple[Any, str, wire.Shape]]:
+def bounded(kind: type, message: Any, path: str = "") -> Iterator[tuple[Any, str, wire.FieldType]]:
     """Yield each bounded number of a struct: the message that has it, its path, and its type."""
     for name, shape in wire.shapes_of(kind).items():
         inner = shape if shape.item is None else shape.item

@@ -21,9 +21,9 @@ from rdzv.worker import cutting
 from rdzv.worker.cutting import (
     LOST_AFTER_S,
     Address,
-    Cut,
     GlooCut,
     LostWait,
+    RoundCut,
     any_ended,
     drop_in_child,
     duplicates,
@@ -115,7 +115,7 @@ class Backend:
 
 
 def test_what_is_added_to_a_cut_round_is_cut_at_once() -> None:
-    cut = Cut()
+    cut = RoundCut()
     before, after = Backend(), Backend()
     cut.add(before)
     assert (before.cuts, cut.is_done()) == (0, False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rdzv.worker import NoSourceError
-from rdzv.worker.healing import MismatchError, Offer, compare_manifests, elect, receivers
+from rdzv.worker.healing import MismatchError, StateOffer, compare_manifests, elect, receivers
 from rdzv.worker.rounds import Round
 from rdzv.worker.shards import Claim, Place, place_of, sources
 
@@ -24,8 +24,8 @@ def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0
 
 
-def offer(kept: bool, step: int, torn: bool = False, digest: str = "x") -> Offer:
-    return Offer(kept, step, torn, digest, "")
+def offer(kept: bool, step: int, torn: bool = False, digest: str = "x") -> StateOffer:
+    return StateOffer(kept, step, torn, digest, "")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def offer(kept: bool, step: int, torn: bool = False, digest: str = "x") -> Offer
     ],
 )
 def test_the_source_and_who_receives_from_it(
-    offers: list[Offer], source: int, to: list[int]
+    offers: list[StateOffer], source: int, to: list[int]
 ) -> None:
     assert elect(offers) == source
     assert receivers(offers, source) == to
@@ -86,14 +86,14 @@ def test_ranks_that_are_replicas_have_the_same_part() -> None:
 
 
 def test_a_round_goes_on_from_the_newest_step_that_all_parts_have_sealed() -> None:
-    def offer(step: int, shard: int, *, torn: bool = False) -> Offer:
-        return Offer(True, step, torn, "", "", shard, 2)
+    def offer(step: int, shard: int, *, torn: bool = False) -> StateOffer:
+        return StateOffer(True, step, torn, "", "", shard, 2)
 
     assert elect([offer(7, 0), offer(6, 1)]) == 1
     assert elect([offer(7, 0), offer(6, 1), offer(6, 0), offer(7, 1)]) == 0
     assert elect([offer(7, 0, torn=True), offer(6, 1), offer(6, 0)]) == 1
     # A new rank has no part yet.
-    new = Offer(False, 0, False, "", "")
+    new = StateOffer(False, 0, False, "", "")
     assert elect([new, offer(6, 1), offer(6, 0)]) == 1
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 
 
-class Cut:
+class RoundCut:
     """The cut of a round's collectives. It is a state, not an event.
 
     From the first `cut` until the worker has parked, no new group can be created, and `cut` is

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .cutting import Cut, GlooCut, NcclCut, recording_store, resolve
+from .cutting import GlooCut, NcclCut, RoundCut, recording_store, resolve
 from .rounds import StaleGroupError, UnsupportedError, exchange
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RoundGroups:
 
     def __init__(self, round_: Round, options: Options, link: Link | None) -> None:
         self.round = round_
-        self.cut = Cut()
+        self.cut = RoundCut()
         self.store: Store | None = None
         """The round's own store, or None before `open`."""
         self._options = options

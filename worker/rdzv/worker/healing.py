@@ -33,7 +33,7 @@ BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Offer:
+class StateOffer:
     """The state that a rank offers in a round."""
 
     kept: bool
@@ -64,15 +64,15 @@ class Healed:
     received: bool
 
 
-def elect(offers: list[Offer]) -> int:
+def elect(offers: list[StateOffer]) -> int:
     """Return the rank whose state the round continues from.
 
     This is the lowest rank with the newest sealed step; for a sharded state, the newest step that
     all parts have sealed. Ranks that took part in the previous round take precedence over new ones.
     A torn rank is never chosen. Raises `NoSourceError` if all are torn.
 
-    >>> def offer(kept: bool, step: int, torn: bool = False) -> Offer:
-    ...     return Offer(kept, step, torn, "", "")
+    >>> def offer(kept: bool, step: int, torn: bool = False) -> StateOffer:
+    ...     return StateOffer(kept, step, torn, "", "")
     >>> elect([offer(False, 0), offer(True, 6), offer(True, 7, torn=True), offer(True, 6)])
     1
     """
@@ -98,7 +98,7 @@ def elect(offers: list[Offer]) -> int:
     )
 
 
-def receivers(offers: list[Offer], source: int) -> list[int]:
+def receivers(offers: list[StateOffer], source: int) -> list[int]:
     """Return the ranks that need the source's state, because their own state differs from it."""
     one = offers[source]
     return [
@@ -172,9 +172,9 @@ def digest_of(image: Image) -> str:
 
 def _exchange_offers(
     sealing: Sealing, round_: Round, store: Store, name: str, hashed: str
-) -> tuple[list[Offer], list[list[str]]]:
+) -> tuple[list[StateOffer], list[list[str]]]:
     manifest, manifest_digest = described(sealing.contents)
-    mine = Offer(
+    mine = StateOffer(
         # Like a new process, a rank that has never begun to train has nothing to offer.
         kept=sealing.has_begun,
         digest=hashed,
@@ -185,7 +185,7 @@ def _exchange_offers(
     )
     if round_.rank == 0:
         store.set("manifest", json.dumps(manifest))
-    return [Offer(**one) for one in exchange(store, round_, name, asdict(mine))], manifest
+    return [StateOffer(**one) for one in exchange(store, round_, name, asdict(mine))], manifest
 
 
 def compare_manifests(
@@ -217,7 +217,7 @@ def compare_manifests(
     )
 
 
-def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -> None:
+def _settle(sealing: Sealing, offers: list[StateOffer], source: int, round_: Round) -> None:
     mine, step = offers[round_.rank], offers[source].sealed
     if not mine.kept:
         return
@@ -244,7 +244,7 @@ def _settle(sealing: Sealing, offers: list[Offer], source: int, round_: Round) -
 
 def _send(
     sealing: Sealing,
-    offers: list[Offer],
+    offers: list[StateOffer],
     source: int,
     to: list[int],
     round_: Round,

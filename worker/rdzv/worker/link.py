@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .cutting import Cut, LostWait
+from .cutting import LostWait, RoundCut
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 253
@@ -194,7 +194,7 @@ class Link:
         self._socket = sock
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._cut: Cut | None = None
+        self._cut: RoundCut | None = None
         self._lost_wait: LostWait | None = None
         self._round = -1
         self._over_through = -1
@@ -218,7 +218,7 @@ class Link:
     def is_closed(self) -> bool:
         return self._closed
 
-    def begin(self, number: int, cut: Cut) -> None:
+    def begin(self, number: int, cut: RoundCut) -> None:
         """Cut a round as soon as it is over, or immediately if it already is."""
         with self._changed:
             self._round = number

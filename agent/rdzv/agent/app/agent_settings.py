@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from msgspec import field
 
 from rdzv import bounds
-from rdzv.agent.inventory.health import Check
+from rdzv.agent.inventory.health import NodeCheck
 from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
 from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
@@ -28,7 +28,7 @@ from rdzv.agent.system.accounts import (
     own_account,
     parse_limits,
 )
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import kinds
 from rdzv.settings.setting_types import Rule, Table
@@ -186,7 +186,7 @@ class HealthCheck(Table, frozen=True):
         The kernel's log, or a file in the same format.""")] = None
 
 
-class Job(Table, frozen=True):
+class ListedJob(Table, frozen=True):
     """A job listed in the file itself."""
 
     args: Annotated[tuple[str, ...], setting(reason="""
@@ -196,7 +196,7 @@ class Job(Table, frozen=True):
 # ---------------------------------------------------------------------- tables
 
 
-class Tls(Table, frozen=True):
+class TlsFiles(Table, frozen=True):
     """The files for the agent's TLS connection."""
 
     ca: Annotated[Path | None, setting(
@@ -404,7 +404,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         How long workers may take to save and exit after a SIGTERM to the agent; then they are
         killed.""",
     )] = MINUTE
-    tls: Tls = field(default_factory=Tls)
+    tls: TlsFiles = field(default_factory=TlsFiles)
     preemption: Preemption = field(default_factory=Preemption)
     logs: Logs = field(default_factory=Logs)
     health_interval_ms: Annotated[Duration, setting(ge=0, le=DAY, reason="""
@@ -417,7 +417,7 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     user: Annotated[tuple[User, ...], setting(reason="""
         The accounts of a submitter's jobs; this requires an agent that runs as root. With any such
         entry, this node declines the jobs of submitters without an account.""")] = ()
-    job: Annotated[tuple[Job, ...], setting(reason="""
+    job: Annotated[tuple[ListedJob, ...], setting(reason="""
         A job that this node joins on its own, with the agent's own environment. An agent with such
         jobs takes no submitted ones, and exits when its jobs have ended.""")] = ()
     # fmt: on
@@ -440,11 +440,13 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         """Return the accounts under which submitted jobs run."""
         return Accounts(self.user)
 
-    def checks(self, resources: Resources, own: Mapping[str, str]) -> list[Check]:
+    def checks(self, resources: NodeResources, own: Mapping[str, str]) -> list[NodeCheck]:
         """Return the checks that this node must pass. Commands run with the environment `own`."""
         return [self._check(check, resources, own) for check in self.health]
 
-    def _check(self, check: HealthCheck, resources: Resources, own: Mapping[str, str]) -> Check:
+    def _check(
+        self, check: HealthCheck, resources: NodeResources, own: Mapping[str, str]
+    ) -> NodeCheck:
         name, timeout_s = check.name, check.timeout_ms / 1000
         match check.check:
             case "command":

@@ -21,7 +21,7 @@ from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import check_own, read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, RunnerRecords
-from rdzv.agent.inventory.health import Health
+from rdzv.agent.inventory.health import NodeHealth
 from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
 from rdzv.agent.node.node import (
@@ -38,7 +38,7 @@ from rdzv.agent.system.accounts import identity_of_owner, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
 from rdzv.agent.system.side_thread import in_thread, in_time
 from rdzv.agent.system.temporary_folders import PROGRESS
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import systemd
 from rdzv.runtime.tasks import single_error
@@ -94,10 +94,10 @@ async def serve(
             await daemon.run(has_workers=bool(adopted))
 
 
-async def _resources(settings: AgentSettings, *, has_workers: bool) -> Resources:
+async def _resources(settings: AgentSettings, *, has_workers: bool) -> NodeResources:
     """Find this machine's resources; if that fails while it `has_workers`, those without GPUs."""
 
-    def find(gpus: str) -> Resources:
+    def find(gpus: str) -> NodeResources:
         return find_resources(
             gpus,
             labels=settings.labels,
@@ -124,7 +124,7 @@ class Daemon:
         path: Path,
         loaded: Loaded[AgentSettings],
         set_log_level: Callable[[str], None],
-        resources: Resources,
+        resources: NodeResources,
         adoption: RunnerAdoption,
     ) -> None:
         """Create the daemon's parts."""
@@ -154,7 +154,7 @@ class Daemon:
         self.link = ServerLink(settings.endpoints, identity, credentials=settings.credentials())
         self.link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
-        self._health = Health(settings.checks(resources, os.environ), lambda: uuids)
+        self._health = NodeHealth(settings.checks(resources, os.environ), lambda: uuids)
         self._health.idle_interval_s = settings.health_interval_ms / 1000
         self.placements = Placements(
             self.link,

@@ -18,7 +18,7 @@ from rdzv.agent.exit_causes.last_words import (
 from rdzv.agent.exit_causes.memory_kills import MemoryKills, explain_memory_kill
 from rdzv.agent.inventory.resources import read_text
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
-from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, WorkerError, read_error
+from rdzv.agent.system.error_files import MAX_MESSAGE_CHARS, ErrorFile, read_error
 from rdzv.core.words import size_text
 from rdzv.structs import replace, struct
 from rdzv.transport.addresses import interfaces
@@ -60,7 +60,7 @@ class ExitedWorker:
     """Whether other nodes took part in its round."""
 
 
-def explain_exit(worker: ExitedWorker) -> WorkerError:
+def explain_exit(worker: ExitedWorker) -> ErrorFile:
     """Return the contents of a failed worker's error file, with any other causes of its exit.
 
     The job's files are read with the job's rights. Never raises exceptions. May hang if a file

@@ -58,7 +58,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @struct(frozen=True)
-class Instance:
+class NodeInstance:
     """An instance of a node, with its id and the values that the server assigned to it."""
 
     instance: str
@@ -76,7 +76,7 @@ class _Saved:
 
     node_id: str
     boot_id: str
-    instance: Instance
+    instance: NodeInstance
 
 
 @struct(frozen=True)
@@ -96,7 +96,7 @@ class RunnerAdoption:
         self._file = runtime_dir / "instance.json"
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
-        self.instance = Instance(uuid.uuid4().hex)
+        self.instance = NodeInstance(uuid.uuid4().hex)
         """The instance as which this agent runs, which is decided by `adopt_runners`."""
         self._silent: set[asyncio.Task[None]] = set()
 
@@ -126,7 +126,7 @@ class RunnerAdoption:
 
     def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
         """Record the values that the server assigned to this instance."""
-        known = Instance(self.instance.instance, incarnation, leadership, lease_ms)
+        known = NodeInstance(self.instance.instance, incarnation, leadership, lease_ms)
         if known != self.instance:
             self.instance = known
             try:
@@ -173,7 +173,7 @@ class RunnerAdoption:
             if found is not None:
                 found.leave()
 
-    def _adopt(self, found: FoundRunner, former: Instance | None) -> AdoptedRunner | None:
+    def _adopt(self, found: FoundRunner, former: NodeInstance | None) -> AdoptedRunner | None:
         try:
             placement = decode_placement(found.hello.kept.get(PLACEMENT))
             state = decode_state(found.hello.kept.get(STATE))
@@ -200,7 +200,7 @@ class RunnerAdoption:
 
     # ------------------------------------------------------------------ the instance
 
-    def _read(self) -> Instance | None:
+    def _read(self) -> NodeInstance | None:
         """Return the previous agent's instance if it dates from the current boot, or None."""
         try:
             saved = msgspec.json.decode(self._file.read_bytes(), type=_Saved)

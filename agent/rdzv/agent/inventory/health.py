@@ -25,7 +25,7 @@ END_S = 2.0
 """How long a check may take to end its processes after its deadline."""
 
 
-class Check(Protocol):
+class NodeCheck(Protocol):
     """A check of the node."""
 
     name: str
@@ -40,12 +40,12 @@ class Check(Protocol):
         ...
 
 
-class Health:
+class NodeHealth:
     """One node's checks, and their results."""
 
     def __init__(
         self,
-        checks: Sequence[Check],
+        checks: Sequence[NodeCheck],
         unused_gpus: Callable[[], frozenset[str]] = frozenset,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -63,7 +63,7 @@ class Health:
         self._began_s: float | None = None
         """When the checks last started, or None before the first time."""
         self._looked_at: frozenset[str] = frozenset()
-        self._hung: dict[Check, tuple[asyncio.Task[str], float]] = {}
+        self._hung: dict[NodeCheck, tuple[asyncio.Task[str], float]] = {}
         """The checks that have not returned by their deadline, and when they began."""
         self._lock = asyncio.Lock()
         self._asked = False
@@ -142,7 +142,7 @@ class Health:
 
     # ------------------------------------------------------------------ one check
 
-    async def _ask(self, check: Check, unused_gpus: frozenset[str]) -> FailingCheck | None:
+    async def _ask(self, check: NodeCheck, unused_gpus: frozenset[str]) -> FailingCheck | None:
         """Run one check until its deadline; return its failure, or None if it passes."""
         loop = asyncio.get_running_loop()
         if check in self._hung:

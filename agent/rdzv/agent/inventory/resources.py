@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent.launch.launch import count_cpus
-from rdzv.core.fleet.node_resources import Gpu, Resources
+from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.core.words import counted, listed, size_text
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -39,13 +39,13 @@ _V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_c
 
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
-) -> Resources:
+) -> NodeResources:
     """Return this machine's resources. This may take seconds while GPUs wake up.
 
     Raises:
         InvalidRequestError: `gpus` names a GPU that is not here.
     """
-    return Resources(
+    return NodeResources(
         cpus=count_cpus(),
         memory_bytes=memory_bytes(),
         gpus=find_gpus(gpus),
@@ -55,10 +55,10 @@ def find_resources(
     )
 
 
-def describe(has: Resources) -> str:
+def describe(has: NodeResources) -> str:
     """Describe a node's resources.
 
-    >>> describe(Resources(cpus=8, memory_bytes=64 << 30, labels=(("zone", "a"),)))
+    >>> describe(NodeResources(cpus=8, memory_bytes=64 << 30, labels=(("zone", "a"),)))
     '8 CPUs, 64 GiB, 0 GPUs, 1 at once, zone=a'
     """
     names = listed(dict.fromkeys(gpu.name for gpu in has.gpus if gpu.name))

@@ -202,7 +202,7 @@ class JobDriver:
         self.decisions.guard(self._redo, kept, found.hello)
         self.post(events.Ticked())
 
-    def _redo(self, kept: KeptState, hello: runner_link.Hello) -> None:
+    def _redo(self, kept: KeptState, hello: runner_link.RunnerHello) -> None:
         """Repeat any decisions of the previous agent that it may not have carried out."""
         state, assignment = self.decisions.state, self.decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:

@@ -68,7 +68,7 @@ class LocalRound:
         self._job.observers.open_round(self.assignment)
         self._begin_task(self._run())
 
-    def resume(self, kept: KeptState, hello: runner_link.Hello) -> None:
+    def resume(self, kept: KeptState, hello: runner_link.RunnerHello) -> None:
         """Take over the previous agent's workers, and supervise them until the round is over."""
         job, state = self._job, kept.state
         self.kept_stop = kept.stop

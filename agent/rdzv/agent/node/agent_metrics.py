@@ -24,7 +24,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.runtime.exposition import (
     CONTENT_TYPE,
     Collect,
-    Parts,
+    PageParts,
     add_process,
     by_label,
     counted,
@@ -48,7 +48,7 @@ class AgentMetrics(Collector):
         """Export the stream and, if the node takes any, the submitted jobs."""
         self._link = link
         self._placements = placements
-        self._parts = Parts("rdzv_agent_collector_success", "rdzv-agent")
+        self._parts = PageParts("rdzv_agent_collector_success", "rdzv-agent")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 

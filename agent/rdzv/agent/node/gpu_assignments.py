@@ -10,13 +10,13 @@ import asyncio
 import logging
 from collections.abc import Hashable
 
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.errors import InvalidRequestError
 
 log = logging.getLogger("rdzv.agent")
 
 
-class Ledger:
+class GpuLedger:
     """One node's places and GPUs, the jobs that hold them, and those that wait for them."""
 
     def __init__(self, capacity: int, uuids: tuple[str, ...]) -> None:
@@ -28,7 +28,7 @@ class Ledger:
         """The number of GPUs each job is waiting for, and the future that receives them."""
 
     @classmethod
-    def of(cls, resources: Resources) -> Ledger:
+    def of(cls, resources: NodeResources) -> GpuLedger:
         """Return the ledger for a node on which nothing is running."""
         return cls(resources.capacity, tuple(gpu.uuid for gpu in resources.gpus))
 

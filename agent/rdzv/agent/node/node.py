@@ -17,7 +17,7 @@ from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
 from rdzv.agent.runner_link import StartedRunner
-from rdzv.agent.server_link.link import Identity, ServerLink
+from rdzv.agent.server_link.link import NodeIdentity, ServerLink
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.runtime.tasks import single_error
@@ -28,7 +28,7 @@ from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
-    from rdzv.agent.handover.runner_adoption import Instance
+    from rdzv.agent.handover.runner_adoption import NodeInstance
     from rdzv.agent.node.placements import Placements
     from rdzv.stores.etcd_config import EtcdConfig
 
@@ -127,9 +127,9 @@ async def metered(
         yield
 
 
-def identity(node_id: str, local_addr: str = "") -> Identity:
+def identity(node_id: str, local_addr: str = "") -> NodeIdentity:
     """Return the identity that this start of an agent presents to the servers."""
-    return Identity(
+    return NodeIdentity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
         # Unlike a daemon's workers, these workers end with their agent.
@@ -140,7 +140,7 @@ def identity(node_id: str, local_addr: str = "") -> Identity:
     )
 
 
-def daemon_identity(node_id: str, instance: Instance) -> Identity:
+def daemon_identity(node_id: str, instance: NodeInstance) -> NodeIdentity:
     """Return a daemon's identity. Its workers outlive it, and it may continue an instance."""
     return replace(
         identity(node_id),

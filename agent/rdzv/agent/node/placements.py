@@ -9,7 +9,7 @@ Each is accepted when the server places it, and is run by its own driver.
 
 A job is *held* from its placement until nothing of it is left, and is reported to the server during
 that time (`Holdings`). Each job runs in its own task, so its failure affects neither other jobs nor
-the stream. The `Ledger` assigns GPUs and places, and is authoritative about which are free.
+the stream. The `GpuLedger` assigns GPUs and places, and is authoritative about which are free.
 
 A job outlives this process: its runner keeps it for the next agent, which *adopts* it.
 """
@@ -27,10 +27,10 @@ from rdzv.agent.core import events
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.handover.handover_state import HandoverPlan, KeptPlacement
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, RunnerRecords
-from rdzv.agent.inventory.health import Health, describe
+from rdzv.agent.inventory.health import NodeHealth, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
-from rdzv.agent.node.gpu_assignments import Ledger
+from rdzv.agent.node.gpu_assignments import GpuLedger
 from rdzv.agent.node.submitted_launch import (
     Share,
     Surroundings,
@@ -43,7 +43,7 @@ from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import Accounts
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside, in_time, log_long_wait
 from rdzv.agent.workers.fates import NodeOutcome
-from rdzv.core.fleet.node_resources import FailingCheck, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources, gpus_needed
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Holding, Placed, Withdrawn
 from rdzv.structs import replace, struct
@@ -99,12 +99,12 @@ class Placements:
     def __init__(
         self,
         link: ServerLink,
-        resources: Resources,
+        resources: NodeResources,
         around: Surroundings,
         folders: RunFolders,
         runners: RunnerRecords,
         adoption: RunnerAdoption,
-        health: Health | None = None,
+        health: NodeHealth | None = None,
         accounts: Accounts | None = None,
     ) -> None:
         """Accept the jobs that `link` receives, within this node's resources.
@@ -119,8 +119,8 @@ class Placements:
         self._folders = folders
         self._runners = runners
         self._adoption = adoption
-        self.ledger = Ledger.of(resources)
-        self._health = health or Health(())
+        self.ledger = GpuLedger.of(resources)
+        self._health = health or NodeHealth(())
         self._health.unused_gpus = lambda: frozenset(self.ledger.free)
         self._health.is_idle = lambda: not self._held
         self._health.on_change = link.say_health
@@ -133,7 +133,7 @@ class Placements:
     # ------------------------------------------------------------------ for the link
 
     @property
-    def resources(self) -> Resources:
+    def resources(self) -> NodeResources:
         """This node's places and GPUs for submitted jobs."""
         return self._resources
 
@@ -275,7 +275,7 @@ class Placements:
 
     # ------------------------------------------------------------------ for the daemon
 
-    def change(self, resources: Resources, environ: Mapping[str, str]) -> None:
+    def change(self, resources: NodeResources, environ: Mapping[str, str]) -> None:
         """Change the resources, except GPUs, and the environment for jobs accepted from now on.
 
         Jobs beyond the new capacity continue.

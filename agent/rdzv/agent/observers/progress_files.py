@@ -71,19 +71,19 @@ def read_step(content: bytes) -> int | None:
 
 
 @struct(frozen=True)
-class Pace:
+class WorkerPace:
     """One worker's recent steps with their times: enough to compute its rate."""
 
     seen: tuple[tuple[int, int], ...] = ()
     """Pairs of time and step, oldest first: those in the window, and at least the last two."""
 
-    def after(self, step: int, at_ms: int) -> Pace:
+    def after(self, step: int, at_ms: int) -> WorkerPace:
         """Add a step. A lower step, as after loading a snapshot, restarts the record."""
         if self.seen and step < self.seen[-1][1]:
-            return Pace(((at_ms, step),))
+            return WorkerPace(((at_ms, step),))
         *earlier, last = (*self.seen, (at_ms, step))
         recent = [one for one in earlier if at_ms - one[0] <= WINDOW_MS] or earlier[-1:]
-        return Pace((*recent, last))
+        return WorkerPace((*recent, last))
 
     @property
     def step(self) -> int | None:
@@ -113,7 +113,7 @@ class _File:
 
     path: Path
     rank: int
-    pace: Pace = field(default_factory=Pace)
+    pace: WorkerPace = field(default_factory=WorkerPace)
     furthest: int | None = None
     """The highest step seen, which the pace forgets when the steps go back."""
     warned: bool = False

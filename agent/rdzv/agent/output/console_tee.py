@@ -44,7 +44,7 @@ MAX_ENDED_ROUNDS = 8
 """The maximum number of ended rounds whose output may still be waiting for a blocked console."""
 
 
-class Stream(IntEnum):
+class OutputStream(IntEnum):
     """A worker's output stream. The numbers are the bits in --redirects and --tee."""
 
     OUT = 1
@@ -122,13 +122,13 @@ class Tee:
     def __init__(self, out: int = 1, err: int = 2) -> None:
         """Copy to these descriptors. The caller still owns them."""
         self._consoles = {
-            Stream.OUT: _Pump(_own_console(out), "stdout"),
-            Stream.ERR: _Pump(_own_console(err), "stderr"),
+            OutputStream.OUT: _Pump(_own_console(out), "stdout"),
+            OutputStream.ERR: _Pump(_own_console(err), "stderr"),
         }
-        self._filters: dict[Stream, tuple[_Pump, tuple[bytes, ...]]] = {}
+        self._filters: dict[OutputStream, tuple[_Pump, tuple[bytes, ...]]] = {}
         self._finishing: list[_Pump] = []
 
-    def duplicate(self, stream: Stream, path: Path, filters: Sequence[str]) -> None:
+    def duplicate(self, stream: OutputStream, path: Path, filters: Sequence[str]) -> None:
         """Also copy a stream's lines that contain any of `filters` into a new file.
 
         This applies to files followed until the next `unfollow`. torchrun calls the new files
@@ -142,7 +142,7 @@ class Tee:
         pump = _Pump(os.open(path, flags, 0o666), str(path))
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
 
-    def follow(self, path: Path, prefix: bytes, stream: Stream) -> None:
+    def follow(self, path: Path, prefix: bytes, stream: OutputStream) -> None:
         """Copy a file's lines, from its beginning. The file need not exist yet."""
         self._consoles[stream].follow(TailedFile(path, prefix))
         if stream in self._filters:
@@ -164,7 +164,7 @@ class Tee:
         for pump in self._pumps():
             pump.end_all()
 
-    def pending(self, stream: Stream) -> int:
+    def pending(self, stream: OutputStream) -> int:
         """Return the number of files that are followed, or not yet copied to the console."""
         return self._consoles[stream].pending
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rdzv.agent.launch.launch import NO_FILES, Launch
-from rdzv.agent.output.console_tee import Stream
+from rdzv.agent.output.console_tee import OutputStream
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput
 from rdzv.agent.system.side_process import Message, SideProcess
 from rdzv.errors import InvalidRequestError
@@ -113,14 +113,14 @@ def _round_output(told: Message, local_world_size: int) -> RoundOutput:
     workers = (_worker_output(told, str(n)) for n in range(local_world_size))
     # An empty file name is not passed on.
     filtered = {
-        Stream.OUT: Path(told["filtered_stdout"] or os.devnull),
-        Stream.ERR: Path(told["filtered_stderr"] or os.devnull),
+        OutputStream.OUT: Path(told["filtered_stdout"] or os.devnull),
+        OutputStream.ERR: Path(told["filtered_stderr"] or os.devnull),
     }
     return RoundOutput(tuple(workers), filtered)
 
 
 def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
-    teed = {Stream.OUT: told["tee_stdouts"], Stream.ERR: told["tee_stderrs"]}
+    teed = {OutputStream.OUT: told["tee_stdouts"], OutputStream.ERR: told["tee_stderrs"]}
     stdout, stderr = told["stdouts"].get(local_rank), told["stderrs"].get(local_rank)
     return WorkerOutput(
         stdout=Path(stdout) if stdout else None,

@@ -20,7 +20,7 @@ from dataclasses import field
 from pathlib import Path
 
 from rdzv.agent.launch.launch import NO_FILES, Output
-from rdzv.agent.output.console_tee import Stream
+from rdzv.agent.output.console_tee import OutputStream
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.agent.system.folder_trees import remove_tree
@@ -39,7 +39,7 @@ class WorkerOutput:
     stderr: Path | None
     error: Path
     """The file in which it reports its failure."""
-    teed: Mapping[Stream, Path] = field(default_factory=dict)
+    teed: Mapping[OutputStream, Path] = field(default_factory=dict)
     """The files whose lines are copied to the console."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The part of its environment that depends on these paths."""
@@ -51,7 +51,7 @@ class RoundOutput:
 
     workers: tuple[WorkerOutput, ...]
     """The workers' paths, by LOCAL_RANK."""
-    filtered: Mapping[Stream, Path]
+    filtered: Mapping[OutputStream, Path]
     """The files for the lines selected by --duplicate-stdout-filters and related options."""
 
 
@@ -223,8 +223,8 @@ def usual_output(folder: Path, output: Output, local_world_size: int) -> RoundOu
     torch/distributed/elastic/multiprocessing/api.py.
     """
     filtered = {
-        Stream.OUT: _file(folder, "filtered_stdout.log"),
-        Stream.ERR: _file(folder, "filtered_stderr.log"),
+        OutputStream.OUT: _file(folder, "filtered_stdout.log"),
+        OutputStream.ERR: _file(folder, "filtered_stderr.log"),
     }
     workers = tuple(_worker(n, folder, output) for n in range(local_world_size))
     return RoundOutput(workers, filtered)
@@ -235,10 +235,10 @@ def _file(folder: Path, name: str) -> Path:
 
 
 def _worker(local_rank: int, folder: Path, output: Output) -> WorkerOutput:
-    logs: dict[Stream, Path | None] = {}
+    logs: dict[OutputStream, Path | None] = {}
     teed = {}
     shown = output.shown_ranks is None or local_rank in output.shown_ranks
-    for stream, name in ((Stream.OUT, "stdout.log"), (Stream.ERR, "stderr.log")):
+    for stream, name in ((OutputStream.OUT, "stdout.log"), (OutputStream.ERR, "stderr.log")):
         file, tee = _file(folder, f"{local_rank}/{name}"), output.tee.get(local_rank, 0) & stream
         if tee or output.redirects.get(local_rank, 0) & stream:
             logs[stream] = file
@@ -247,7 +247,7 @@ def _worker(local_rank: int, folder: Path, output: Output) -> WorkerOutput:
         else:
             logs[stream] = None if shown else Path(os.devnull)
     error = _file(folder, f"{local_rank}/error.json")
-    return WorkerOutput(logs[Stream.OUT], logs[Stream.ERR], error, teed)
+    return WorkerOutput(logs[OutputStream.OUT], logs[OutputStream.ERR], error, teed)
 
 
 def _point(link: Path, target: str) -> None:

@@ -20,7 +20,7 @@ from .channel import Channel, MalformedFrameError
 from .descriptors import close_fds, dup_fds, write_warning
 from .frames import RequestError, decode, read_field
 from .requests import ProgramSpec
-from .snapshot_slots import Mark, NoSlotsError, Snapshot, memory_file
+from .snapshot_slots import NoSlotsError, Snapshot, StateMark, memory_file
 from .spawn import Program, reason_of
 
 TYPE_CHECKING = False
@@ -41,7 +41,7 @@ _MAX_FRAME_BYTES = 64 << 10
 class _Copies:
     """The copies for one mark, either complete or being fetched."""
 
-    mark: Mark
+    mark: StateMark
     fds: dict[Snapshot, int] = field(default_factory=dict)
     """The memory for each copy, in the order in which they are fetched."""
     arrived: set[int] = field(default_factory=set)
@@ -141,7 +141,7 @@ class SnapshotCopies:
 
     def fetch(self, request: Mapping[str, object]) -> None:
         """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
-        mark, sources = decode(Mark, request.get("mark")), read_field(request, "sources", list)
+        mark, sources = decode(StateMark, request.get("mark")), read_field(request, "sources", list)
         wanted = [decode(Snapshot, one) for source in sources for one in _snapshots_of(source)]
         if not 0 < len(wanted) == len(set(wanted)) <= MAX_COPIES:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
@@ -292,7 +292,7 @@ class SnapshotCopies:
             self._spare += self._coming.fds.values()
             self._coming = None
 
-    def _lack(self, mark: Mark, reason: str) -> None:
+    def _lack(self, mark: StateMark, reason: str) -> None:
         self._missing = {"mark": asdict(mark), "reason": reason}
         self._runner.slots.tell()
 

@@ -49,7 +49,7 @@ class NoSlotsError(Exception):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Mark:
+class StateMark:
     """The state to which a snapshot belongs. All frames carry it in these fields."""
 
     lineage: Small
@@ -68,7 +68,7 @@ class Snapshot:
     """One part of a state, in a slot of worker `local_rank`, or a copy for that worker."""
 
     local_rank: Small
-    mark: Mark
+    mark: StateMark
     shard: Small
     bytes: Number
     digest: Text
@@ -132,9 +132,9 @@ class SnapshotSlots:
         """Slots that have become too small, kept until the larger ones hold a snapshot."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
-        self._watermark: Mark | None = None
-        self._given_up: Mark | None = None
-        self._pinned: Mark | None = None
+        self._watermark: StateMark | None = None
+        self._given_up: StateMark | None = None
+        self._pinned: StateMark | None = None
         self._reports_left = float(REPORTS_AT_ONCE)
         self._counted_at = time.monotonic()
         self._tell_at: float | None = None
@@ -152,9 +152,9 @@ class SnapshotSlots:
 
     def announce(self, request: Mapping[str, object]) -> None:
         """Handle `watermark`: tell all workers which step is whole."""
-        self._watermark = decode(Mark, request.get("mark"))
+        self._watermark = decode(StateMark, request.get("mark"))
         given_up = request.get("given_up")
-        self._given_up = None if given_up is None else decode(Mark, given_up)
+        self._given_up = None if given_up is None else decode(StateMark, given_up)
         for link in self._links.values():
             self._tell_watermark(link)
 
@@ -185,7 +185,7 @@ class SnapshotSlots:
 
     # ------------------------------------------------------------------ writing to disk
 
-    def copies_of(self, mark: Mark) -> tuple[int, ...]:
+    def copies_of(self, mark: StateMark) -> tuple[int, ...]:
         """Duplicate the descriptors of all slots that hold a step. May raise `OSError`."""
         found = [
             fd
@@ -203,7 +203,7 @@ class SnapshotSlots:
             return False
         return True
 
-    def pin(self, mark: Mark | None) -> None:
+    def pin(self, mark: StateMark | None) -> None:
         """Forbid workers to overwrite a step, until the next call. None forbids nothing."""
         self._pinned = mark
         for link in self._links.values():
@@ -257,7 +257,7 @@ class SnapshotSlots:
         for local_rank, slots in self._slots.items():
             yield local_rank, slots.size, slots.fds
 
-    def is_outdated(self, mark: Mark) -> bool:
+    def is_outdated(self, mark: StateMark) -> bool:
         """Return whether a newer mark than this one is whole on all nodes."""
         known = self._watermark
         return known is not None and (known.lineage, known.step) > (mark.lineage, mark.step)

@@ -16,7 +16,7 @@ from functools import partial
 from .descriptors import close_fds, close_job_socket, write_warning
 from .frames import decode
 from .requests import ProgramSpec
-from .snapshot_slots import Mark
+from .snapshot_slots import StateMark
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
@@ -36,14 +36,14 @@ class SnapshotWriters:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._mark: Mark | None = None
+        self._mark: StateMark | None = None
         """The step that is being written, or None."""
         self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 
     def write(self, request: Mapping[str, object]) -> None:
         """Handle `write_snapshots`. An event reports the result."""
-        mark = decode(Mark, request.get("mark"))
+        mark = decode(StateMark, request.get("mark"))
         spec = decode(ProgramSpec, request)
         if self._mark is not None:
             self._tell(mark, "another step is still being written")
@@ -130,7 +130,7 @@ class SnapshotWriters:
         assert mark is not None
         self._tell(mark, reason)
 
-    def _tell(self, mark: Mark, reason: str) -> None:
+    def _tell(self, mark: StateMark, reason: str) -> None:
         if self._runner.agent.hears_of_snapshots:
             self._runner.agent.tell("snapshots_written", mark=asdict(mark), reason=reason)
 

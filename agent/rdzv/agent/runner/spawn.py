@@ -40,7 +40,7 @@ SIGNALS_FOR_WORKERS = (
 )
 
 
-class StartError(Exception):
+class SpawnError(Exception):
     """Raised if a program cannot be run; the message gives the invalid value and the reason."""
 
 
@@ -102,7 +102,7 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
                 os.stat(program.needs)  # noqa: PTH116
         with _step(f"argv[0] {program.argv[0]!r}", says):
             _execute(program)
-    except StartError as error:
+    except SpawnError as error:
         _write_all(says, str(error))
     except BaseException as error:
         _write_all(says, f"{type(error).__name__}: {error}")
@@ -182,14 +182,14 @@ def _execute(program: Program) -> None:
 
 @contextmanager
 def _step(what: str, says: int, *, path: str | None = None) -> Iterator[None]:
-    """Report a step that a child is about to take. Raises `StartError` if the step fails."""
+    """Report a step that a child is about to take. Raises `SpawnError` if the step fails."""
     _write_all(says, f"{what}\0")
     try:
         yield
     except (OSError, ValueError) as error:
         folder = getattr(error, "filename", None)
         where = what if path is None or folder in (None, path) else f"{what}: its folder {folder!r}"
-        raise StartError(f"{where}: {reason_of(error)}") from error
+        raise SpawnError(f"{where}: {reason_of(error)}") from error
 
 
 def _write_all(fd: int, text: str) -> None:

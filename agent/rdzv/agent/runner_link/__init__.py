@@ -28,7 +28,7 @@ from rdzv.agent.runner_link.found_runner import (
 )
 from rdzv.agent.runner_link.runner_link import (
     CopyCredentials,
-    Hello,
+    RunnerHello,
     RunnerLink,
     StartedRunner,
 )
@@ -36,9 +36,9 @@ from rdzv.agent.runner_link.runner_link import (
 __all__ = [
     "CopyCredentials",
     "FoundRunner",
-    "Hello",
     "KeepSpec",
     "NotAdoptableError",
+    "RunnerHello",
     "RunnerLink",
     "SilentRunnerError",
     "StartedRunner",

@@ -16,7 +16,7 @@ from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.descriptors import peer_of, short_path
 from rdzv.agent.runner.requests import PROTOCOL_VERSION
 from rdzv.agent.runner_link.runner_events import OnEvent
-from rdzv.agent.runner_link.runner_link import Hello, RunnerLink
+from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink
 
 MEET_TIMEOUT_S = 3.0
 """How long a runner may take to send its hello. A stopped or hung runner never sends one."""
@@ -38,7 +38,7 @@ class SilentRunnerError(NotAdoptableError):
 class FoundRunner:
     """A runner that has lost its agent. It is not adopted yet; call `adopt` or `leave`."""
 
-    def __init__(self, path: Path, channel: Channel, hello: Hello) -> None:
+    def __init__(self, path: Path, channel: Channel, hello: RunnerHello) -> None:
         """Take a channel and the hello received on it. Use `meet` instead."""
         self.path = path
         self.hello = hello
@@ -139,7 +139,7 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
         loop.remove_reader(fd)
 
 
-def read_hello(said: Mapping[str, Any]) -> Hello:
+def read_hello(said: Mapping[str, Any]) -> RunnerHello:
     """Parse a runner's hello. Raises `NotAdoptableError` if this agent cannot adopt it."""
     if (version := said.get("version")) != PROTOCOL_VERSION:
         raise NotAdoptableError(
@@ -147,6 +147,6 @@ def read_hello(said: Mapping[str, Any]) -> Hello:
             f"and this agent speaks {PROTOCOL_VERSION}"
         )
     try:
-        return msgspec.convert(said, Hello, str_keys=True)
+        return msgspec.convert(said, RunnerHello, str_keys=True)
     except msgspec.ValidationError as error:
         raise NotAdoptableError(f"it sent {said!r:.200}: {error}") from error

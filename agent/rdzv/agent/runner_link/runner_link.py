@@ -51,7 +51,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 @struct(frozen=True)
-class Hello:
+class RunnerHello:
     """A runner's description of itself, for an agent that might adopt it."""
 
     pid: int
@@ -130,7 +130,7 @@ class RunnerLink:
         process: subprocess.Popen[bytes] | None,
         channel: Channel,
         on_event: OnEvent,
-        adopted: Hello | None = None,
+        adopted: RunnerHello | None = None,
     ) -> None:
         """Take over a runner, either just started by `spawn` or adopted."""
         if process is None:

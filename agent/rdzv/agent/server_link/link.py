@@ -67,7 +67,7 @@ DECLINED_KEPT = 64
 
 
 @struct(frozen=True)
-class Identity:
+class NodeIdentity:
     """The node and the agent at this end of the stream."""
 
     node_id: str
@@ -91,7 +91,7 @@ class ServerLink:
     def __init__(
         self,
         endpoints: Sequence[Endpoint],
-        identity: Identity,
+        identity: NodeIdentity,
         backoff: node_stream.Backoff = node_stream.BACKOFF,
         credentials: Credentials = PLAIN,
         options: Sequence[tuple[str, int]] = node_stream.STREAM_OPTIONS,
@@ -150,7 +150,7 @@ class ServerLink:
         """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
 
     @property
-    def identity(self) -> Identity:
+    def identity(self) -> NodeIdentity:
         """The node and the agent at this end of the stream."""
         return self._identity
 

@@ -19,7 +19,7 @@ FORMER = 1
 
 
 @struct(frozen=True)
-class Notice:
+class NodeNotice:
     """A notice that the node must be empty at `due_ms` on the agent's clock."""
 
     due_ms: int
@@ -37,15 +37,15 @@ class NodeDrain:
     def __init__(self, now_ms: Callable[[], int], tell: Callable[[Event], None]) -> None:
         self._now_ms = now_ms
         self._tell = tell
-        self.wished: Notice | None = None
-        self.told: Notice | None = None
+        self.wished: NodeNotice | None = None
+        self.told: NodeNotice | None = None
 
     def note_wish(self, left_ms: int, reason: str) -> bool:
         """Record the wish to leave within `left_ms`, unless an earlier one is due sooner.
 
         Returns whether the server must be told.
         """
-        wished = Notice(self._now_ms() + left_ms, reason)
+        wished = NodeNotice(self._now_ms() + left_ms, reason)
         if self.wished is not None and self.wished.due_ms <= wished.due_ms:
             return False
         self._change(wished, self.told)
@@ -54,7 +54,7 @@ class NodeDrain:
     def take_from_server(self, number: int, left_ms: int, reason: str) -> None:
         """Accept a drain from the server. A drain that is already known keeps its deadline."""
         if self.told is None or self.told.number != number:
-            self._change(self.wished, Notice(self._now_ms() + left_ms, reason, number))
+            self._change(self.wished, NodeNotice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
         """Restore a drain that the previous agent received and stored with a job.
@@ -62,13 +62,13 @@ class NodeDrain:
         The server will send it again, or report that it has been lifted.
         """
         if self.present is None:
-            self.told = Notice(due_ms, reason, FORMER)
+            self.told = NodeNotice(due_ms, reason, FORMER)
 
     def lift(self) -> None:
         self._change(self.wished, None)
 
     @property
-    def present(self) -> Notice | None:
+    def present(self) -> NodeNotice | None:
         """The notice in effect, or None if the node is staying."""
         both = [notice for notice in (self.wished, self.told) if notice is not None]
         return min(both, key=lambda notice: notice.due_ms, default=None)
@@ -89,11 +89,11 @@ class NodeDrain:
             return None
         return events.NoticeGiven(self.left_ms(notice), notice.reason)
 
-    def left_ms(self, notice: Notice) -> int:
+    def left_ms(self, notice: NodeNotice) -> int:
         """Return the time left before a notice's deadline."""
         return max(notice.due_ms - self._now_ms(), 0)
 
-    def _change(self, wished: Notice | None, told: Notice | None) -> None:
+    def _change(self, wished: NodeNotice | None, told: NodeNotice | None) -> None:
         before = self.present
         self.wished, self.told = wished, told
         if self.present != before:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from rdzv.agent.core import events
-from rdzv.core.fleet.node_resources import FailingCheck, Resources
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.messages import Holding, Placed, TakeStacks, Withdrawn
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -45,7 +45,7 @@ class PlacementPort(Protocol):
     """The part of the interface to this node's submitted jobs that the link uses."""
 
     @property
-    def resources(self) -> Resources:
+    def resources(self) -> NodeResources:
         """This node's capacity and GPUs for submitted jobs."""
 
     def holdings(self) -> tuple[Holding, ...]:

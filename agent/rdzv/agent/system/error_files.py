@@ -26,7 +26,7 @@ NO_ERROR_FILE = "no error file, so no uncaught exception is known; its output ma
 
 
 @struct(frozen=True)
-class WorkerError:
+class ErrorFile:
     """The content of an error file about a worker's failure."""
 
     message: str
@@ -39,14 +39,14 @@ class WorkerError:
 
 def read_error(
     path: Path, signum: int | None, pid: int, identity: Identity | None = None
-) -> WorkerError:
+) -> ErrorFile:
     """Explain an exit by the worker's error file or, if there is none, by its exit status.
 
     The file is read with its worker's rights, because it may be a link. Never raises: if the file
     cannot be read, the message says so. May hang if a file server does.
     """
     if path == Path(os.devnull):
-        return WorkerError(_without_error_file(signum, pid), "", 0)
+        return ErrorFile(_without_error_file(signum, pid), "", 0)
     try:
         # Reading a FIFO would block until some process writes to it.
         with acting_as(identity):
@@ -56,20 +56,20 @@ def read_error(
                 text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
             now_ns = _touch(path.parent)
     except FileNotFoundError:
-        return WorkerError(_without_error_file(signum, pid), "", 0)
+        return ErrorFile(_without_error_file(signum, pid), "", 0)
     except OSError as error:
         return unread(error)
     age_ms = 0 if now_ns is None else max((now_ns - stat.st_mtime_ns) // 1_000_000, 0)
     message, traceback = _parse(text.decode(errors="replace"))
     if not message:
         message = _without_error_file(signum, pid)
-    return WorkerError(
+    return ErrorFile(
         message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
     )
 
 
-def unread(error: Exception) -> WorkerError:
-    return WorkerError(f"cannot read the error file: {error}", "", 0)
+def unread(error: Exception) -> ErrorFile:
+    return ErrorFile(f"cannot read the error file: {error}", "", 0)
 
 
 def _touch(folder: Path) -> int | None:

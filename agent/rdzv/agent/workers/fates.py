@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @struct(frozen=True)
-class Stop:
+class StopOrder:
     """How the agent told a worker to end."""
 
     signum: int
@@ -61,7 +61,7 @@ class WorkerFate:
     """Why the worker was killed instead of parked; empty if it was not."""
     failed: bool = False
     """Whether the worker failed by itself."""
-    stopped: Stop | None = None
+    stopped: StopOrder | None = None
     """How the agent told the worker to end, if it did. Failing afterwards does not count as a
     failure.
     """
@@ -154,7 +154,7 @@ class FateRecorder:
 
     def _stop(self, local_ranks: Collection[int], signum: int, *, may_park: bool = False) -> None:
         """Record that workers are told to end. The first stop counts, unless it let them park."""
-        stop = Stop(signum, self._now_ms(), may_park)
+        stop = StopOrder(signum, self._now_ms(), may_park)
         for fate in self.workers:
             if fate.stopped is None or fate.stopped.may_park:
                 fate.stopped = stop if fate.local_rank in local_ranks else fate.stopped
@@ -257,7 +257,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
     ]
 
 
-def _end(fate: WorkerFate, stop: Stop) -> str:
+def _end(fate: WorkerFate, stop: StopOrder) -> str:
     sent = signal_name(stop.signum)
     if fate.exit_code is None and fate.signal is None:
         return f"{sent}; not seen to end"

@@ -13,7 +13,7 @@ from rdzv.agent.core.environ import worker_environ
 from rdzv.agent.launch import numa
 from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
 from rdzv.agent.observers.collective_records import with_hook
-from rdzv.agent.output.console_tee import Stream, Tee, line_prefix
+from rdzv.agent.output.console_tee import OutputStream, Tee, line_prefix
 from rdzv.agent.output.logs_specs import LogsSpecs
 from rdzv.agent.output.run_files import (
     RoundOutput,
@@ -263,8 +263,8 @@ class LocalWorkerGroup:
     def _duplicate(self, output: RoundOutput) -> None:
         """Copy the lines selected by --duplicate-*-filters to separate files."""
         asked = {
-            Stream.OUT: self._launch.output.stdout_filters,
-            Stream.ERR: self._launch.output.stderr_filters,
+            OutputStream.OUT: self._launch.output.stdout_filters,
+            OutputStream.ERR: self._launch.output.stderr_filters,
         }
         for stream, filters in asked.items():
             if filters:

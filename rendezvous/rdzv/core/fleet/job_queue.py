@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import field
 
-from rdzv.core.fleet.node_resources import Resources, gpus_needed
+from rdzv.core.fleet.node_resources import NodeResources, gpus_needed
 from rdzv.core.life.failures import some_succeeded
 from rdzv.core.model import MAX_DECLINED, JobSpec, ScaleUp, State, is_placeholder
 from rdzv.core.reason import Reason, ReasonItem
@@ -35,7 +35,7 @@ class Host:
     """A node that accepts submitted jobs."""
 
     node_id: str
-    resources: Resources
+    resources: NodeResources
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """The number of GPUs taken by each job placed on the node or held by it, by rdzv_id and run."""
     unusable: ReasonItem | None = None

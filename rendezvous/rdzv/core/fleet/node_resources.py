@@ -20,7 +20,7 @@ class Gpu:
 
 
 @struct(frozen=True)
-class Resources:
+class NodeResources:
     """A node's resources for submitted jobs."""
 
     cpus: int = 0
@@ -45,7 +45,7 @@ class FailingCheck:
         return f"{self.name} {self.reason}"
 
 
-def gpus_needed(spec: JobSpec, resources: Resources) -> int:
+def gpus_needed(spec: JobSpec, resources: NodeResources) -> int:
     if spec.gpus_per_node is not None:
         return spec.gpus_per_node
     if not resources.gpus:

@@ -122,7 +122,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         others = without(work.state.superseded, command.node_id)
         work.state = replace(work.state, superseded=others)
     known = work.state.waiting.get(command.node_id)
-    waiting = model.Waiting(
+    waiting = model.WaitingNode(
         incarnation=command.incarnation,
         offer=command.offer,
         since_ms=since_ms,

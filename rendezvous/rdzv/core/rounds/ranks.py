@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from rdzv.core.model import Participant, Round, Waiting
+from rdzv.core.model import Participant, Round, WaitingNode
 from rdzv.structs import struct
 
 
 def assign_seats(
-    prior: Sequence[Participant], candidates: Mapping[str, Waiting], max_nodes: int
+    prior: Sequence[Participant], candidates: Mapping[str, WaitingNode], max_nodes: int
 ) -> tuple[Participant, ...]:
     """Seat at most `max_nodes` candidates, in GROUP_RANK order, and assign their ranks.
 
@@ -31,7 +31,8 @@ def assign_seats(
     RANKs are prefix sums of local world sizes, so they change only where sizes differ.
 
     >>> from rdzv.core.model import Offer
-    >>> def node(size, rack="", since=0): return Waiting(1, Offer("h", size, topology=rack), since)
+    >>> def node(size, rack="", since=0):
+    ...     return WaitingNode(1, Offer("h", size, topology=rack), since)
     >>> first = assign_seats((), {"n2": node(8), "n1": node(8), "n3": node(4)}, 3)
     >>> [(p.node_id, p.rank_first) for p in first]
     [('n1', 0), ('n2', 8), ('n3', 16)]
@@ -55,7 +56,7 @@ def assign_seats(
     return _with_ranks(seated + _growth(spares, room), candidates)
 
 
-def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
+def _best_spare(spares: Mapping[str, WaitingNode], lost: Participant) -> str:
     def badness(node_id: str) -> tuple[bool, bool, int, str]:
         spare = spares[node_id]
         return (
@@ -68,13 +69,15 @@ def _best_spare(spares: Mapping[str, Waiting], lost: Participant) -> str:
     return min(spares, key=badness)
 
 
-def _growth(spares: Mapping[str, Waiting], room: int) -> list[str]:
+def _growth(spares: Mapping[str, WaitingNode], room: int) -> list[str]:
     """Return the `room` nodes that have waited longest, ordered by topology and then by name."""
     chosen = sorted(spares, key=lambda n: (spares[n].since_ms, n))[:room]
     return sorted(chosen, key=lambda n: (spares[n].offer.topology, n))
 
 
-def _with_ranks(order: Sequence[str], candidates: Mapping[str, Waiting]) -> tuple[Participant, ...]:
+def _with_ranks(
+    order: Sequence[str], candidates: Mapping[str, WaitingNode]
+) -> tuple[Participant, ...]:
     role_world_sizes: Counter[str] = Counter()
     for node_id in order:
         offer = candidates[node_id].offer

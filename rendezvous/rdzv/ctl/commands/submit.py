@@ -55,7 +55,7 @@ def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
     try:
         if job_request.wants_help(words):
             return job_request.help_text()
-        request = job_request.read(words, job_request.Caller.here())
+        request = job_request.read(words, job_request.CallerContext.here())
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     from rdzv.ctl.as_text import submitted, to_submit

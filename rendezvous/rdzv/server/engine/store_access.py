@@ -134,7 +134,7 @@ class StoreAccess:
         """
         from rdzv.stores import backup
 
-        header = backup.Header(self.store.place, leadership, self._clock.now_ms())
+        header = backup.BackupHeader(self.store.place, leadership, self._clock.now_ms())
         async for line in backup.lines(self.store, header):
             yield line
 

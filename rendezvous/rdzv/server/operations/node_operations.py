@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.core.fleet import nodes
 from rdzv.core.fleet.job_queue import Host
-from rdzv.core.fleet.node_resources import Resources
+from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State
 from rdzv.messages import LookAgain
@@ -190,7 +190,7 @@ class NodeOperations:
 
 
 @lru_cache(maxsize=16_384)
-def _resources(has: Resources) -> answers.Resources:
+def _resources(has: NodeResources) -> answers.Resources:
     """Return the answer for a node's resources. It is cached, because resources seldom change."""
     return convert(answers.Resources, has)
 

@@ -19,7 +19,7 @@ from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores import backup
 from rdzv.stores.base import Store
 from rdzv.stores.election import Election
-from rdzv.stores.election_session import Fence
+from rdzv.stores.election_session import FencingToken
 from rdzv.stores.etcd import EtcdStore
 from rdzv.stores.etcd_client import EtcdClient
 from rdzv.stores.etcd_config import EtcdConfig
@@ -32,14 +32,14 @@ ELECTION_TIMEOUT_S = 15.0
 
 
 @struct(frozen=True)
-class Found:
+class CheckResult:
     """The result of a check: human-readable lines about the contents, and the problems found."""
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
 
-async def check(config: RdzvdSettings) -> Found:
+async def check(config: RdzvdSettings) -> CheckResult:
     """Check a configuration's store without changing anything, and return the findings.
 
     Raises:
@@ -61,7 +61,7 @@ async def check(config: RdzvdSettings) -> Found:
                 raise
             lines.append(f"store: {config.data_folder} cannot be checked: {error}")
     lines.append(f"{len(problems)} problem(s) found" if problems else "all is in order")
-    return Found(tuple(lines), tuple(problems))
+    return CheckResult(tuple(lines), tuple(problems))
 
 
 async def _check_data(config: RdzvdSettings, lines: list[str], problems: list[str]) -> None:
@@ -190,7 +190,7 @@ async def _opened(config: RdzvdSettings, *, writes: bool) -> AsyncIterator[Store
         yield store
 
 
-async def _elected(election: Election, etcd: EtcdConfig) -> Fence:
+async def _elected(election: Election, etcd: EtcdConfig) -> FencingToken:
     """Wait until elected, long enough for a dead leader's lease to expire; return the fence."""
     try:
         async with asyncio.timeout(ELECTION_TIMEOUT_S):

@@ -18,7 +18,7 @@ import msgspec
 
 from rdzv.core.events import NodeDrained, NodeUndrained
 from rdzv.core.fleet.job_queue import Host
-from rdzv.core.fleet.node_resources import Drain, FailingCheck, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import Drain, FailingCheck, NodeResources, gpus_needed
 from rdzv.core.fleet.node_resources import told as drain_words
 from rdzv.core.fleet.quarantine import Quarantined, QuarantineRecord
 from rdzv.core.model import State
@@ -72,7 +72,7 @@ class Reported:
     """What one node has reported about itself."""
 
     version: str
-    resources: Resources | None
+    resources: NodeResources | None
     """The node's resources for submitted jobs, or None if it accepts none."""
     holdings: tuple[Holding, ...] = ()
     metrics: str = ""

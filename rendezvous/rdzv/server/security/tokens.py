@@ -49,7 +49,7 @@ _TEXT = re.compile(r"rdzv_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 
 @struct(frozen=True)
-class Token:
+class StoredToken:
     """A token as it is stored."""
 
     id: str
@@ -78,7 +78,7 @@ class Token:
 @struct(frozen=True)
 class _Document:
     format: int = 1
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[StoredToken, ...] = ()
 
 
 def new_text() -> str:
@@ -127,7 +127,7 @@ TOKENS_AT_ONCE = 2_000
 """The number of callers' tokens, all of which are stored in one key-value record."""
 
 
-class Tokens:
+class TokenStore:
     """The tokens of one leading server."""
 
     def __init__(
@@ -170,10 +170,10 @@ class Tokens:
             await self.ensure_admin(admin_token)
 
     @property
-    def _tokens(self) -> dict[str, Token]:
+    def _tokens(self) -> dict[str, StoredToken]:
         return self._document.value
 
-    def listed(self) -> tuple[Token, ...]:
+    def listed(self) -> tuple[StoredToken, ...]:
         """Return the stored tokens, oldest first."""
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
@@ -199,7 +199,7 @@ class Tokens:
 
     async def create(
         self, name: str, roles: Sequence[Role], expires_in_ms: int
-    ) -> tuple[Token, str]:
+    ) -> tuple[StoredToken, str]:
         """Create a token and return it with its text. If `expires_in_ms` is 0, it never expires.
 
         Raises:
@@ -231,7 +231,7 @@ class Tokens:
         token = await self._add(text_in(file), "admin", (Role.ADMIN,), 0)
         log.warning("token %s in %s is an admin's: there was no other", token.id, file)
 
-    async def revoke(self, id_or_name: str) -> tuple[Token, ...]:
+    async def revoke(self, id_or_name: str) -> tuple[StoredToken, ...]:
         """Revoke one token by its id, or all tokens with a given name; return the revoked tokens.
 
         Raises:
@@ -251,7 +251,9 @@ class Tokens:
         self._on_revoke(ids)
         return gone
 
-    async def _add(self, text: str, name: str, roles: Sequence[Role], expires_in_ms: int) -> Token:
+    async def _add(
+        self, text: str, name: str, roles: Sequence[Role], expires_in_ms: int
+    ) -> StoredToken:
         async with self._lock:
             now_ms = self._clock.now_ms()
             kept = {i: t for i, t in self._tokens.items() if t.valid(now_ms - EXPIRED_KEPT_MS)}
@@ -262,7 +264,7 @@ class Tokens:
                 )
             expires_ms = now_ms + expires_in_ms if expires_in_ms else None
             token_id = text.split("_")[1]
-            token = Token(token_id, name, tuple(roles), _hash(text), now_ms, expires_ms)
+            token = StoredToken(token_id, name, tuple(roles), _hash(text), now_ms, expires_ms)
             await self._write({**kept, token_id: token})
         return token
 
@@ -275,7 +277,7 @@ class Tokens:
         finally:
             self._storing_use = False
 
-    async def _write(self, tokens: dict[str, Token]) -> None:
+    async def _write(self, tokens: dict[str, StoredToken]) -> None:
         """Store tokens before using them. After a failure, the stored ones stay in use."""
         data = msgspec.json.encode(_Document(tokens=tuple(tokens.values())))
         known = self._tokens
@@ -287,7 +289,7 @@ class Tokens:
         }
 
 
-def decode(data: bytes) -> tuple[Token, ...]:
+def decode(data: bytes) -> tuple[StoredToken, ...]:
     """Decode the stored tokens.
 
     Raises:
@@ -306,7 +308,7 @@ def decode(data: bytes) -> tuple[Token, ...]:
     return document.tokens
 
 
-def caller_by(tokens: dict[str, Token], text: str, now_ms: int) -> Caller:
+def caller_by(tokens: dict[str, StoredToken], text: str, now_ms: int) -> Caller:
     """Return the caller that owns this token. Errors do not quote the token.
 
     Raises:

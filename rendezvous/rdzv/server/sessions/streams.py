@@ -47,7 +47,7 @@ _PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
 """Messages that may wait, because a node does not act on them urgently."""
 
 
-class Outbox:
+class StreamOutbox:
     """A bounded queue with a single reader. Messages keep their order."""
 
     def __init__(self, limit: int, *, lingers: bool) -> None:
@@ -123,7 +123,7 @@ class Stream:
         """Whether all beliefs in the node's hello have been handled."""
         self.takes_several = takes_several
         """Whether the node can read several messages packed into one."""
-        self.outbox = Outbox(limit, lingers=takes_several)
+        self.outbox = StreamOutbox(limit, lingers=takes_several)
         self.last_announced: dict[str, Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
             asyncio.get_running_loop().create_future()

@@ -273,7 +273,7 @@ class Notify(Table, frozen=True):
         return url
 
 
-class Progress(Table, frozen=True):
+class ProgressSettings(Table, frozen=True):
     """When a slow worker counts as a straggler."""
 
     straggler_after_ms: Annotated[Duration, setting(ge=SECOND, le=DAY, reason="""
@@ -433,7 +433,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     notify: Notify = field(default_factory=Notify)
     lease: LeaseRules = field(default_factory=LeaseRules)
     quarantine: QuarantineRules = field(default_factory=QuarantineRules)
-    progress: Progress = field(default_factory=Progress)
+    progress: ProgressSettings = field(default_factory=ProgressSettings)
     retention: Retention = field(default_factory=Retention)
     limits: Limits = field(default_factory=Limits)
     timings: Timings = field(default_factory=Timings)

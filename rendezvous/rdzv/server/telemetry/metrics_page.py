@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from rdzv.core.model import JobState, NodeState, State, job_state
 from rdzv.errors import LimitExceededError
-from rdzv.runtime.exposition import Collect, Parts, add_process, by_label, counted, expiry
+from rdzv.runtime.exposition import Collect, PageParts, add_process, by_label, counted, expiry
 from rdzv.server.telemetry.job_metrics_page import JobPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.view.answers import JobStatus
@@ -67,7 +67,7 @@ class MetricsPage(Collector):
         }
         self._c10d = c10d
         self._expires = expires
-        self._parts = Parts("rdzv_collector_success", "rdzvd")
+        self._parts = PageParts("rdzv_collector_success", "rdzvd")
         self._scrapes = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)

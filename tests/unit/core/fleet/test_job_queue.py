@@ -12,7 +12,7 @@ from examples import SETTLED
 from rdzv.core.commands import Place, Submit
 from rdzv.core.fleet import job_queue
 from rdzv.core.fleet.job_queue import Demand, Host, Plan, nearest_miss, place_queued_jobs
-from rdzv.core.fleet.node_resources import Gpu, Resources, gpus_needed
+from rdzv.core.fleet.node_resources import Gpu, NodeResources, gpus_needed
 from rdzv.core.model import JobSpec, ScaleUp, Settings
 from rdzv.core.reason import ReasonItem
 from rdzv.structs import replace
@@ -31,7 +31,7 @@ def a_node(
     quarantined: bool = False,
     **labels: str,
 ) -> Host:
-    resources = Resources(
+    resources = NodeResources(
         gpus=tuple(Gpu(f"{node_id}-{i}", "H100", 0) for i in range(gpus)),
         labels=tuple(sorted(labels.items())),
         capacity=capacity,
@@ -355,11 +355,11 @@ def test_a_job_grows_only_when_it_may() -> None:
 
 
 def test_gpus_are_counted() -> None:
-    gpus = Resources(gpus=tuple(Gpu(str(i), "", 0) for i in range(8)))
+    gpus = NodeResources(gpus=tuple(Gpu(str(i), "", 0) for i in range(8)))
     assert gpus_needed(JobSpec(("t",), gpus_per_node=3), gpus) == 3
     assert gpus_needed(JobSpec(("t",), local_world_size=4), gpus) == 4
     assert gpus_needed(JobSpec(("t",)), gpus) == 8
-    assert gpus_needed(JobSpec(("t",), local_world_size=4), Resources()) == 0
+    assert gpus_needed(JobSpec(("t",), local_world_size=4), NodeResources()) == 0
 
 
 def test_several_jobs_share_a_node_that_has_room() -> None:

@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import SETTLED
-from rdzv.core.model import Offer, Participant, Waiting
+from rdzv.core.model import Offer, Participant, WaitingNode
 from rdzv.core.rounds.ranks import assign_seats
 
 
-def node(size: int = 8, topology: str = "", since_ms: int = 0, role: str = "default") -> Waiting:
-    return Waiting(1, Offer("h", size, role=role, topology=topology), since_ms)
+def node(
+    size: int = 8, topology: str = "", since_ms: int = 0, role: str = "default"
+) -> WaitingNode:
+    return WaitingNode(1, Offer("h", size, role=role, topology=topology), since_ms)
 
 
 def order(participants: tuple[Participant, ...]) -> list[str]:
@@ -23,7 +25,7 @@ def first_ranks(participants: tuple[Participant, ...]) -> dict[str, int]:
     return {p.node_id: p.rank_first for p in participants}
 
 
-def seats(prior: dict[str, Waiting], now: dict[str, Waiting], max_nodes: int) -> list[str]:
+def seats(prior: dict[str, WaitingNode], now: dict[str, WaitingNode], max_nodes: int) -> list[str]:
     """Form a round of `prior`, then another of `now`."""
     return order(assign_seats(assign_seats((), prior, len(prior)), now, max_nodes))
 
@@ -121,7 +123,7 @@ fleets = st.dictionaries(
 @settings(SETTLED, max_examples=60)
 @given(fleets, fleets, st.integers(1, 12), st.integers(1, 12))
 def test_whoever_comes_and_goes_ranks_tile_and_survivors_keep_their_order(
-    before: dict[str, Waiting], now: dict[str, Waiting], max_before: int, max_now: int
+    before: dict[str, WaitingNode], now: dict[str, WaitingNode], max_before: int, max_now: int
 ) -> None:
     prior = assign_seats((), before, max_before)
     after = assign_seats(prior, now, max_now)
