@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.agent.node.server_hosting import serving_itself
 from rdzv.agent.server_link.link import NodeIdentity, ServerLink
-from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.core.fleet.nodes import AgentKind
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ PATIENCE_S = 60.0
 
 
 async def test_a_server_of_ones_own_waits_for_no_sign_of_life() -> None:
-    who = NodeIdentity("n1", "i1", pb.AGENT_KIND_FOREGROUND, "127.0.0.1", 1, "0")
+    who = NodeIdentity("n1", "i1", AgentKind.FOREGROUND, "127.0.0.1", 1, "0")
     leases_ms: asyncio.Queue[int] = asyncio.Queue()
     async with serving_itself() as endpoint, asyncio.timeout(PATIENCE_S):
         link = ServerLink([endpoint], who)
