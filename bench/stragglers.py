@@ -26,7 +26,7 @@ from ports import free_port
 from processes import BIN, Rdzvd, guard
 
 from rdzv.client import ControlClient, parse_endpoints
-from rdzv.view.answers import Straggler
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.view.sentences import slowness
 
 WORKER = Path(__file__).with_name("stragglers_worker.py")

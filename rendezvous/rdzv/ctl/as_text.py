@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rdzv.core.evidence.progress_lag import RankProgress
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import JobSpec, Settings
 from rdzv.core.reason import Reason
 from rdzv.core.words import counted, duration, listed, size_text
@@ -24,7 +25,6 @@ from rdzv.view.answers import (
     JobSummary,
     LastFailure,
     NodeStatus,
-    Straggler,
     Submission,
     WorkerFailure,
 )

@@ -14,6 +14,7 @@ from rdzv.bounds import Coded, Else, Unsent
 from rdzv.core.evidence.collectives import HangCause
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.fleet.node_resources import Gpu
 from rdzv.core.model import DeclinedNode
 from rdzv.core.reason import Reason
@@ -106,27 +107,6 @@ class WholeSnapshot:
     """The number of steps that would be redone if all workers failed now, or None if unknown."""
     node_loss: NodeLoss | None = None
     """The worst-case loss of a node, or None until this server knows which nodes hold the step."""
-
-
-@struct(frozen=True)
-class Straggler:
-    """A worker that is slow, judged by its rate (`step_s`) or lateness (`late_ms`)."""
-
-    rank: int
-    age_ms: int
-    """The time for which it has been slow."""
-    step_s: float | None = None
-    """The time in seconds that it takes for a step."""
-    median_s: float | None = None
-    """The time in seconds that the median worker of its role takes for a step."""
-    late_ms: float | None = None
-    """The median delay with which it enters collectives after the other workers."""
-    late_p95_ms: float | None = None
-    """The 95th percentile of the same delay."""
-    clock_error_ms: float | None = None
-    """The possible error of these two values, because the nodes' clocks differ."""
-    wait_share: float | None = None
-    """A lower bound on the share of time that the others spend waiting for it."""
 
 
 @struct(frozen=True)

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rdzv.core import events
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.kept_ranks import WHY_NEW
 from rdzv.core.model import Failure
 from rdzv.core.root_cause import describe_failure
 from rdzv.core.snapshots import WHY_NOT_LOADED
 from rdzv.core.words import counted, duration, ranks_text
+from rdzv.transport.wire import convert
 from rdzv.view import history
 from rdzv.view.history import Fields, Kept, read
 
@@ -42,25 +44,10 @@ def sentence_of(name: str, fields: Fields) -> str:
 
 
 def failure(event: history.WorkerFailed) -> str:
-    return one_line(
-        describe_failure(
-            Failure(
-                node_id=event.node_id,
-                local_rank=event.local_rank,
-                rank=event.rank,
-                pid=event.pid,
-                exit_code=event.exit_code,
-                signal=event.signal,
-                message=event.message,
-                traceback="",
-                at_ms=0,
-                suspect=event.suspect,
-            )
-        )
-    )
+    return one_line(describe_failure(convert(Failure, event, traceback="", at_ms=0)))
 
 
-def slowness(one: events.RankStraggles | answers.Straggler) -> str:
+def slowness(one: events.RankStraggles | Straggler) -> str:
     """Describe how slow a straggler is."""
     if one.late_ms is None:
         return f"{one.step_s or 0:.3g} s a step, where the median is {one.median_s or 0:.3g} s"

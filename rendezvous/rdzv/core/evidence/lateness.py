@@ -65,6 +65,8 @@ class Arrivals:
     looks: tuple[Mapping[int, Arrival], ...] = ()
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
     """The current stragglers, by RANK."""
+    slow_since_ms: Mapping[int, int] = field(default_factory=dict)
+    """The time since which each of them has been slow."""
 
 
 def chosen(first: int, last: int, most: int) -> list[int]:
@@ -173,14 +175,14 @@ def _beyond(difference_us: int, error_us: int) -> int:
 def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arrivals:
     """Return the stragglers after another look, as judged by the latest `LOOKS` looks."""
     looks = (*before.looks, seen)[-LOOKS:]
+    since: dict[int, int] = {}
     found: dict[int, Straggler] = {}
     for rank in {*seen, *before.stragglers}:
         of = [look[rank] for look in looks if rank in look]
-        known = before.stragglers.get(rank)
-        if _is_late(of) if known is None else _is_late_yet(of):
-            since_ms = now_ms if known is None else known.since_ms
-            found[rank] = _straggler(rank, since_ms, of)
-    return Arrivals(looks, found)
+        if _is_late_yet(of) if rank in before.stragglers else _is_late(of):
+            since[rank] = before.slow_since_ms.get(rank, now_ms)
+            found[rank] = _straggler(rank, now_ms - since[rank], of)
+    return Arrivals(looks, found, since)
 
 
 def _is_late(of: Sequence[Arrival]) -> bool:
@@ -195,11 +197,11 @@ def _is_late_yet(of: Sequence[Arrival]) -> bool:
     return bool(of) and median(one.share for one in of) >= IN_TIME
 
 
-def _straggler(rank: int, since_ms: int, of: Sequence[Arrival]) -> Straggler:
+def _straggler(rank: int, age_ms: int, of: Sequence[Arrival]) -> Straggler:
     times = sorted(late_us for one in of for late_us in one.late_us)
     return Straggler(
         rank,
-        since_ms,
+        age_ms,
         late_ms=times[len(times) // 2] / 1000,
         late_p95_ms=times[len(times) * 95 // 100] / 1000,
         clock_error_ms=max(one.error_us for one in of) / 1000,

@@ -32,20 +32,21 @@ class Sample:
 
 @struct(frozen=True)
 class Straggler:
-    """A worker that has been slow for a while, judged by its rate or lateness in collectives."""
+    """A worker that is slow, judged by its rate (`step_s`) or lateness (`late_ms`)."""
 
     rank: int
-    since_ms: int
-    """The time since which it has been slow."""
+    age_ms: int
+    """The time for which it has been slow."""
     step_s: float | None = None
+    """The time in seconds that it takes for a step."""
     median_s: float | None = None
-    """The step time of the median worker of its role, or of the faster one if there are two."""
+    """The time in seconds that the median worker of its role takes for a step."""
     late_ms: float | None = None
-    """How much later than the others it enters collectives: the median, ..."""
+    """The median delay with which it enters collectives after the other workers."""
     late_p95_ms: float | None = None
-    """... and the 95th percentile."""
+    """The 95th percentile of the same delay."""
     clock_error_ms: float | None = None
-    """The possible error of these values, because the clocks of nodes differ."""
+    """The possible error of these two values, because the nodes' clocks differ."""
     wait_share: float | None = None
     """A lower bound on the share of time that the others spend waiting for it."""
 
@@ -78,6 +79,6 @@ def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) ->
             if sample.step_s <= limit * median_s:
                 continue
             since_ms = since[sample.rank] = pace.slow_since_ms.get(sample.rank, now_ms)
-            if now_ms - since_ms >= after_ms:
-                found[sample.rank] = Straggler(sample.rank, since_ms, sample.step_s, median_s)
+            if (age_ms := now_ms - since_ms) >= after_ms:
+                found[sample.rank] = Straggler(sample.rank, age_ms, sample.step_s, median_s)
     return Pace(since, found)

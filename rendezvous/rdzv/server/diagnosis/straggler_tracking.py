@@ -27,6 +27,7 @@ from rdzv.core.evidence.stragglers import follow as follow_rates
 from rdzv.core.model import Round, State
 from rdzv.errors import InvalidRequestError
 from rdzv.server.diagnosis.round_reports import LiveRounds, Tell
+from rdzv.structs import replace
 from rdzv.transport.wire import convert
 
 LOOKS_AT_RATES = 10
@@ -184,10 +185,15 @@ class Stragglers:
             self._tell(state.membership.rdzv_id, events)
         return bool(events)
 
-    def shown(self, state: State) -> tuple[Straggler, ...]:
+    def shown(self, state: State, now_ms: int) -> tuple[Straggler, ...]:
         """Return a job's stragglers, in RANK order."""
-        job = self.rounds.find(state)
-        return tuple(s for _, s in sorted(job.stragglers.items())) if job is not None else ()
+        if (job := self.rounds.find(state)) is None:
+            return ()
+        since_ms = {**job.pace.slow_since_ms, **job.arrivals.slow_since_ms}
+        return tuple(
+            replace(one, age_ms=max(now_ms - since_ms[rank], 0))
+            for rank, one in sorted(job.stragglers.items())
+        )
 
 
 def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -89,7 +89,7 @@ class JobOperations:
             self._without_workers(state),
             now_ms,
             diagnosis.progress.shown(state, now_ms),
-            diagnosis.stragglers.shown(state),
+            diagnosis.stragglers.shown(state, now_ms),
             diagnosis.starts.shown(state),
             diagnosis.snapshots.shown(state),
         )
@@ -279,7 +279,7 @@ def with_workers(
     status: JobStatus,
     now_ms: int,
     progress: Sequence[RankProgress] = (),
-    stragglers: Iterable[Straggler] = (),
+    stragglers: tuple[Straggler, ...] = (),
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> JobStatus:
@@ -293,10 +293,7 @@ def with_workers(
         progress=tuple(
             replace(one, behind=steps) for one, steps in zip(progress, lags(progress), strict=True)
         ),
-        stragglers=tuple(
-            convert(answers.Straggler, one, age_ms=max(now_ms - one.since_ms, 0))
-            for one in stragglers
-        ),
+        stragglers=stragglers,
         warm=sum(one.warm for one in known) if known else None,
         cold=sum(one.cold for one in known) if known else None,
         snapshot=_whole_snapshot(snapshots, progress, now_ms),

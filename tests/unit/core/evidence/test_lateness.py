@@ -201,4 +201,4 @@ def test_when_it_is_named(shares: list[float], named: bool) -> None:
 
 
 def test_it_is_late_since_it_was_named_first() -> None:
-    assert after(*[0.1] * (LOOKS + 3)).stragglers[1].since_ms == LOOKS - 1
+    assert after(*[0.1] * (LOOKS + 3)).slow_since_ms[1] == LOOKS - 1
