@@ -79,6 +79,11 @@ class Node:
         return [found[f"rdzv_agent_workers{{state={state}}}"] for state in states]
 
 
+@pytest.fixture
+def n() -> Node:
+    return Node()
+
+
 def start(round_: int, restarts: int = 0) -> commands.StartWorkers:
     line = Assignment("job-7", "r1", round_, 0, 1, 0, 2, 0, 2, "127.0.0.1", 1, False, restarts, 3)
     return commands.StartWorkers(line)
@@ -137,8 +142,7 @@ def history(n: Node) -> None:
     other.closed()
 
 
-def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
-    n = Node()
+def test_a_history_has_these_metrics(n: Node, request: pytest.FixtureRequest) -> None:
     history(n)
     text = re.sub(r'python="[^"]*"', 'python="3"', n.metrics.text().decode())
     if request.config.getoption("--rewrite"):
@@ -147,8 +151,7 @@ def test_a_history_has_these_metrics(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.quick
-def test_every_metric_is_documented_and_no_other() -> None:
-    n = Node()
+def test_every_metric_is_documented_and_no_other(n: Node) -> None:
     history(n)
     families = text_string_to_metric_families(n.metrics.text().decode())
     told = {f.name + ("_total" if f.type == "counter" else "") for f in families}
@@ -177,8 +180,7 @@ def test_promtool_finds_nothing_to_improve() -> None:
 # ------------------------------------------------------------------ workers
 
 
-def test_workers_are_followed_from_their_start_to_their_end() -> None:
-    n = Node()
+def test_workers_are_followed_from_their_start_to_their_end(n: Node) -> None:
     job = n.counts.job(local_world_size=2)
     assert n.workers() == [0, 0, 0]
     job.decided(start(0))
@@ -214,8 +216,7 @@ def test_adopted_workers_are_there_and_were_not_started() -> None:
     assert node.values()["rdzv_agent_restarts_total"] == 1
 
 
-def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
-    n = Node()
+def test_a_round_that_could_not_be_started_leaves_no_worker(n: Node) -> None:
     job = n.counts.job(local_world_size=2)
     job.decided(start(0))
     job.runner_said(events.StartFailed(0, "no such file"))
@@ -224,8 +225,7 @@ def test_a_round_that_could_not_be_started_leaves_no_worker() -> None:
     assert n.values()["rdzv_agent_worker_start_failures_total"] == 1
 
 
-def test_a_runner_that_dies_takes_its_workers_with_it() -> None:
-    n = Node()
+def test_a_runner_that_dies_takes_its_workers_with_it(n: Node) -> None:
     job = n.counts.job(local_world_size=1)
     job.has_runner = True
     job.decided(start(0))
@@ -254,8 +254,7 @@ def test_a_job_that_is_gone_is_forgotten_and_its_counts_are_not() -> None:
 
 
 @pytest.mark.quick
-def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -> None:
-    n = Node()
+def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node(n: Node) -> None:
     job = n.counts.job(local_world_size=1)
     for round_, restarts in ((0, 2), (1, 2), (2, 3), (3, 3)):
         job.decided(start(round_, restarts))
@@ -264,8 +263,7 @@ def test_restarts_are_rounds_after_a_failure_and_not_those_after_a_lost_node() -
     assert found["rdzv_agent_restarts_total"] == 1
 
 
-def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
-    n = Node()
+def test_a_fence_is_counted_and_its_kills_are_no_failures(n: Node) -> None:
     job = n.counts.job(local_world_size=1)
     job.decided(start(0))
     job.runner_said(events.WorkerStarted(0, 0, 100))
@@ -280,8 +278,7 @@ def test_a_fence_is_counted_and_its_kills_are_no_failures() -> None:
     "code",
     [0, 1, 255, 70_000, -1, *(pytest.param(c, marks=pytest.mark.slow) for c in range(2, 255))],
 )
-def test_ways_to_exit_are_bounded(code: int) -> None:
-    n = Node()
+def test_ways_to_exit_are_bounded(n: Node, code: int) -> None:
     job = n.counts.job(local_world_size=1)
     job.runner_said(exited(0, 0, code))
     job.runner_said(exited(0, 0, None, abs(code)))
@@ -293,8 +290,7 @@ def test_ways_to_exit_are_bounded(code: int) -> None:
 # ------------------------------------------------------------------ the stream
 
 
-def test_streams_that_the_agent_ends_itself_are_not_lost() -> None:
-    n = Node()
+def test_streams_that_the_agent_ends_itself_are_not_lost(n: Node) -> None:
     n.counts.stream_opened()
     n.counts.stream_ended(welcomed=True, on_purpose=True)
     n.counts.stream_opened()
@@ -310,8 +306,9 @@ def test_streams_that_the_agent_ends_itself_are_not_lost() -> None:
 # ------------------------------------------------------------------ the page
 
 
-def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    n = Node()
+def test_what_fails_is_told_and_harms_nothing_else(
+    n: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     n.occupancy = cast(Any, None)
     for _ in range(2):
         found = n.values()
@@ -342,8 +339,7 @@ def test_loopback_is_not_announced_to_another_machine(listen: str, address: str,
     assert announced(Listen.parse(listen), address) == told
 
 
-async def test_the_page_is_served_and_its_place_is_announced() -> None:
-    n = Node()
+async def test_the_page_is_served_and_its_place_is_announced(n: Node) -> None:
     link = cast(ServerLink, n.link)
     async with (
         serving_metrics(Listen("127.0.0.1", 0), link, n.placements) as bound,
@@ -362,8 +358,9 @@ async def test_the_page_is_served_and_its_place_is_announced() -> None:
                 pass
 
 
-async def test_grpc_at_this_port_is_told_of_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    n = Node()
+async def test_grpc_at_this_port_is_told_of_in_a_line(
+    n: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
         reader, writer = await asyncio.open_connection(bound.host, bound.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")

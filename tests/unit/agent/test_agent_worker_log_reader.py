@@ -18,10 +18,10 @@ from rdzv.agent.output.worker_log_reader import WorkerLogReader, tail
 from rdzv.core.model import Assignment
 from rdzv.messages import LogPiece, LogPosition, ReadLog
 from rdzv.structs import replace
+from tests.support.agent_jobs import LINE, PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 100.0
 EVERYTHING = ReadLog(1, "job-7", None, None, True, True, False, 0, 0, 64 * 1024, runs=("feed",))
 
 
@@ -82,11 +82,12 @@ class Node:
 
     async def until(self, text: str, request: int = 1) -> None:
         """Wait until exactly this has been sent."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.text(request) != text:
-                assert text.startswith(self.text(request)), self.text(request)
-                self._came.clear()
-                await self._came.wait()
+
+        def is_all() -> bool:
+            assert text.startswith(self.text(request)), self.text(request)
+            return self.text(request) == text
+
+        await self.came(is_all)
 
     async def came(self, holds: Callable[[], bool]) -> None:
         """Wait until this holds for the pieces received."""
@@ -110,21 +111,8 @@ class Node:
 
 
 def line(number: int, rank_first: int = 4) -> Assignment:
-    return Assignment(
-        "job-7",
-        run="feed",
-        round=number,
-        group_rank=2,
-        group_world_size=3,
-        rank_first=rank_first,
-        world_size=6,
-        role_rank_first=rank_first,
-        role_world_size=6,
-        master_addr="10.0.0.9",
-        master_port=29501,
-        use_agent_store=True,
-        restarts=0,
-        max_restarts=3,
+    return replace(
+        LINE, run="feed", round=number, rank_first=rank_first, world_size=6, group_world_size=3
     )
 
 
