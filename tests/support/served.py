@@ -45,8 +45,8 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from tests.support.builders import report
+from tests.support.driven import Server, join
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_driver import Server, join
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from rdzv.structs import replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import Event, JobStatus, event_in
+from tests.support.driven import join, settle
 from tests.unit.core.test_small_scope import SETTINGS
-from tests.unit.server.test_driver import join, settle
 from tests.unit.server.test_metrics import Scraped, history, scraped
 
 

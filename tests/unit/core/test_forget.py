@@ -27,7 +27,7 @@ from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
 from tests.support.builders import report
-from tests.unit.server.test_driver import FakeClock, Server, join, read, server, settle
+from tests.support.driven import FakeClock, Server, join, read, server, settle
 
 HOUR_MS = PRUNE_EVERY_MS
 NOW_MS = 100 * DAY_MS

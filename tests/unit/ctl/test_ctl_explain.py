@@ -23,9 +23,9 @@ from rdzv.structs import replace
 from rdzv.view.answers import Event
 from rdzv.view.life import runs_of
 from tests.support.builders import report
+from tests.support.driven import join
 from tests.unit.core.test_small_scope import SETTINGS
 from tests.unit.ctl.test_ctl import control, server  # noqa: F401
-from tests.unit.server.test_driver import join
 from tests.unit.server.test_metrics import Scraped, history
 
 pytestmark = pytest.mark.slow

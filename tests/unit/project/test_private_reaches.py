@@ -59,7 +59,7 @@ REASONS: dict[str, dict[str, str]] = {
         "module._C": TORCH,
         "core._set_generator_metaclass": TORCH,
     },
-    "unit/server/test_driver.py": {"asyncio.get_running_loop()._ready": PYTHON},
+    "support/driven.py": {"asyncio.get_running_loop()._ready": PYTHON},
     "unit/worker/test_link.py": {"link._changed": LOCKS, "link._sending": LOCKS},
 }
 

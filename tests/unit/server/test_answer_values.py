@@ -16,7 +16,7 @@ from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
 from rdzv.view.explain import view
-from tests.unit.server.test_driver import server
+from tests.support.driven import server
 
 NOW_MS = 1_000_000
 ANSWERS = (

@@ -46,8 +46,8 @@ from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
 from rdzv.view.explain import view
 from tests.support.builders import report
+from tests.support.driven import FakeClock, FlakyStore, Server, join, read, settle
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, read, settle
 
 pytestmark = pytest.mark.slow
 

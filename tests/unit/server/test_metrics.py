@@ -57,10 +57,10 @@ from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
 from rdzv.view.explain import node_views, view
 from tests.support.builders import report
+from tests.support.driven import FakeClock, FlakyStore, Server, join, settle
 from tests.support.settings import rdzvd_settings
 from tests.unit.core import test_small_scope as small_scope
 from tests.unit.core.test_small_scope import SETTINGS, everything_said
-from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, join, settle
 
 pytestmark = pytest.mark.slow
 

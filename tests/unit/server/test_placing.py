@@ -42,7 +42,7 @@ from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
-from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, server, settle
+from tests.support.driven import FakeClock, FlakyStore, Server, read, server, settle
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
 from rdzv.view.answers import JobStatus
-from tests.unit.server.test_driver import FakeClock, Server, read, running, server, settle
+from tests.support.driven import FakeClock, Server, read, running, server, settle
 
 pytestmark = pytest.mark.slow
 

@@ -25,8 +25,8 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import Node
 from tests.support.builders import Job, report
+from tests.support.driven import FakeClock, FlakyStore, Server, read, settle
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_driver import FakeClock, FlakyStore, Server, read, settle
 from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
 
 pytestmark = pytest.mark.slow

@@ -31,8 +31,8 @@ from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.memory import MemoryStore
 from rdzv.v1 import rdzv_pb2 as pb
+from tests.support.driven import FakeClock
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_driver import FakeClock
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import pytest
 
 from rdzv.server.telemetry import scrape_targets
 from rdzv.server.telemetry.scrape_targets import KEPT_MS, ScrapeTargets
-from tests.unit.server.test_driver import FlakyStore, server
+from tests.support.driven import FlakyStore, server
 
 
 def test_a_node_is_listed_from_its_hello_until_an_hour_after_its_loss() -> None:

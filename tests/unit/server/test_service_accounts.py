@@ -32,8 +32,8 @@ from rdzv.server.settings.server_settings import (  # noqa: E402
     Oidc,
     OidcAccount,
 )
+from tests.support.driven import settle  # noqa: E402
 from tests.support.issuer import AUDIENCE, Issuer, Key, issuing  # noqa: E402
-from tests.unit.server.test_driver import settle  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from rdzv.core.snapshots import CopyCarrier, CopySource, MissingCopies
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace
-from tests.unit.server.test_driver import Server, join, read, server, settle
+from tests.support.driven import Server, join, read, server, settle
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ from rdzv.structs import replace
 from rdzv.view import answers
 from rdzv.view.history import fields_in, written
 from rdzv.view.sentences import sentence_of
-from tests.unit.server.test_driver import FakeClock, Server, read, running, server
+from tests.support.driven import FakeClock, Server, read, running, server
 
 pytestmark = pytest.mark.slow
 

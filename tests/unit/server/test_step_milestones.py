@@ -13,7 +13,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.view.answers import event_in
 from rdzv.view.ledger import Ledger, ledgers_of
 from tests.support.builders import report
-from tests.unit.server.test_driver import FakeClock, Server, join, running, server, settle
+from tests.support.driven import FakeClock, Server, join, running, server, settle
 
 SETTINGS = Settings(2, 2, max_restarts=3)
 FACTS = ("FirstCollectiveMade", "FirstStepMade", "LostStepsRedone", "LastStepMade")

@@ -25,8 +25,8 @@ from rdzv.server.security import callers, tokens
 from rdzv.server.security.callers import Caller, Role
 from rdzv.stores.memory import MemoryStore
 from rdzv.transport.certificates import read_certificate
+from tests.support.driven import FakeClock, settle
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_driver import FakeClock, settle
 
 HOUR_MS = 3_600_000
 

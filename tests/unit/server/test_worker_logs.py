@@ -25,7 +25,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.view.answers import LogLines
 from tests.support.builders import report
-from tests.unit.server.test_driver import FakeClock, Server, read, server, settle
+from tests.support.driven import FakeClock, Server, read, server, settle
 
 pytestmark = pytest.mark.slow
 

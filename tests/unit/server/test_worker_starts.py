@@ -15,7 +15,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
-from tests.unit.server.test_driver import FakeClock, Server, read, running, server
+from tests.support.driven import FakeClock, Server, read, running, server
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from rdzv.structs import replace
 from rdzv.view import history, life
 from rdzv.view.answers import Event
 from tests.support.builders import report
+from tests.support.driven import join
 from tests.unit.core.test_small_scope import SETTINGS
-from tests.unit.server.test_driver import join
 from tests.unit.server.test_metrics import Scraped
 
 PLACES = (history.Place("n1", 0, 1),)

@@ -13,7 +13,7 @@ from rdzv.messages import Arrivals, GroupArrivals, Progress, RankArrivals
 from rdzv.server.sessions.streams import Stream
 from rdzv.structs import replace
 from rdzv.view.answers import event_in
-from tests.unit.server.test_driver import FakeClock, Server, server, settle
+from tests.support.driven import FakeClock, Server, server, settle
 
 AFTER_MS = 60_000
 
