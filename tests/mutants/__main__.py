@@ -57,7 +57,6 @@ TARGETS = (
     "rendezvous/rdzv/server/diagnosis/worker_logs.py",
     "rendezvous/rdzv/server/diagnosis/snapshot_*.py",
     "rendezvous/rdzv/server/replication/replica.py",
-    "rendezvous/rdzv/server/replication/leader_probe.py",
     "rendezvous/rdzv/server/telemetry/notifications.py",
     "rendezvous/rdzv/server/wire.py",
     "rendezvous/rdzv/stores/*.py",

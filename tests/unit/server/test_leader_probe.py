@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rdzv.errors import RendezvousConnectionError
-from rdzv.server.replication import leader_probe
-from rdzv.server.replication.leader_probe import LeaderProbe
+from rdzv.server.replication import replica
+from rdzv.server.replication.replica import LeaderProbe
 from rdzv.stores.election_session import Leader
 from rdzv.structs import replace
 
@@ -88,7 +88,7 @@ class Process:
 
 @pytest.fixture(name="process")
 async def _process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Process]:
-    monkeypatch.setattr(leader_probe, "RETRY_S", 0.01)
+    monkeypatch.setattr(replica, "RETRY_S", 0.01)
     process = Process()
     await process.start()
     yield process
