@@ -280,7 +280,7 @@ GROUPS = {
         value("--snapshot-dir", "DIR", kinds.printable_path, """
             shared folder for the newest snapshot that state.save() has made, written at the end of
             the run, when this node is about to leave, and periodically; a new run resumes from it
-            (default: none); see docs/workers-that-stay.md""", own=True),
+            (default: none); see docs/snapshots.md""", own=True),
         value("--snapshot-dir-every", "SECONDS", kinds.or_zero(kinds.number(
             1, MAX_TIMEOUT_S, "seconds", also=", or 0 to write only at the end")), """
             write to --snapshot-dir at this interval during training (default 600; 0: only at the
