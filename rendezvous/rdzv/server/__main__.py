@@ -211,7 +211,6 @@ def reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
 
 
 def _refuse_together(asked: dict[str, bool]) -> None:
-    """Refuse combinations of options that each make rdzvd do something other than serve."""
     wanted = [name for name, is_wanted in asked.items() if is_wanted]
     if len(wanted) > 1:
         raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
@@ -225,12 +224,7 @@ def _given(options: dict[str, Any]) -> dict[str, object]:
 
 
 async def run(configuration: Configuration) -> None:
-    """Run one server until SIGTERM or SIGINT.
-
-    Raises:
-        RendezvousError: the server could not start or continue.
-
-    """
+    """Run one server until SIGTERM or SIGINT."""
     from rdzv.runtime.tasks import single_error
 
     gc.set_threshold(*_GC_EVERY)
@@ -249,7 +243,6 @@ async def run(configuration: Configuration) -> None:
 
 
 async def _start(config: RdzvdSettings, tls: Tls | None, stack: AsyncExitStack) -> None:
-    """Start all parts of a server, which the stack ends in reverse order."""
     from rdzv.c10d.facade import serving_c10d
     from rdzv.runtime.clock import Clock
     from rdzv.runtime.tasks import beside
@@ -374,7 +367,6 @@ def _say_ready(
 
 
 async def _check(config: RdzvdSettings) -> int:
-    """Check the configuration and the store, print the results, and return the exit code."""
     from rdzv.runtime.log_format import complain
     from rdzv.server.replication import offline
 

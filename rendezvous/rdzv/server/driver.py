@@ -189,5 +189,4 @@ class Driver:
         return self.store.trouble
 
     def agents(self) -> Mapping[str, str]:
-        """Return the addresses at which agents serve /metrics, by node_id (see `ScrapeTargets`)."""
         return self.scrape_targets.listed(self.clock.now_ms())

@@ -76,7 +76,6 @@ def check_protocol(version: int) -> None:
 
 
 def _endpoint(what: str, text: str) -> str:
-    """Read a HOST:PORT to which other machines can connect, or return "" if none is given."""
     if not text:
         return ""
     try:
@@ -144,7 +143,6 @@ def _secret(message: pb.Join) -> str:
 
 
 def _by_local_rank(kept: tuple[KeptWorker, ...], local_world_size: int) -> tuple[KeptWorker, ...]:
-    """Check the parked workers that a node offers, and return them in LOCAL_RANK order."""
     if len(kept) > local_world_size:
         reason = "are more parked workers than the node has"
         most = f"offer at most {local_world_size}, its local_world_size"
@@ -176,7 +174,6 @@ def _checked_shards(snapshots: tuple[Snapshot, ...]) -> tuple[Snapshot, ...]:
 
 
 def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
-    """Read a node's belief about a job, and the commands that follow from it."""
     phase = message.phase
     # Only a node that is waiting for a round reserves a port for its store.
     least_port = 1 if phase == pb.Belief.JOINING else 0

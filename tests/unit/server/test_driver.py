@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
-from rdzv.core import events, rendezvous
+from rdzv import errors
+from rdzv.core import events, model, rendezvous
 from rdzv.core.commands import (
     Command,
     Fail,
@@ -25,35 +26,7 @@ from rdzv.core.commands import (
 from rdzv.core.fleet.node_resources import FailingCheck
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life import runs
-from rdzv.core.model import (
-    Assignment,
-    Cause,
-    Ended,
-    Failure,
-    LeaveCause,
-    Membership,
-    NodeState,
-    Offer,
-    RecoveryReport,
-    Result,
-    Round,
-    RoundEnd,
-    Settings,
-    State,
-    Tuning,
-)
 from rdzv.core.reason import ReasonItem
-from rdzv.errors import (
-    InvalidRequestError,
-    InvariantError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    SettingsMismatchError,
-    StoreRefusedError,
-    UnknownJobError,
-)
 from rdzv.messages import (
     Announcement,
     Belief,
@@ -99,7 +72,7 @@ from tests.support.driven import (
     settle,
 )
 
-TUNING = Tuning()
+TUNING = model.Tuning()
 
 
 # ---------------------------------------------------------------- decide, persist, publish
@@ -113,7 +86,7 @@ async def test_a_round_is_stored_before_anyone_hears_of_it() -> None:
         store.before_write = lambda: heard.extend(read(n1) + read(n2))
         await s.join(n1)
         await s.join(n2)
-        assert not any(isinstance(message, Assignment) for message in heard)
+        assert not any(isinstance(message, model.Assignment) for message in heard)
         lines = [read(stream)[-1] for stream in (n1, n2)]
         assert [(x.group_rank, x.rank_first, x.world_size) for x in lines] == [  # type: ignore[union-attr]
             (0, 0, 4),
@@ -132,7 +105,7 @@ async def test_a_node_hears_that_it_is_in_then_why_it_waits_then_its_line() -> N
         assert "waiting for 1 more node" in waiting.reason
         n2 = await s.connect("n2")
         await s.join(n2)
-        assert [type(message) for message in read(n2)] == [Welcome, Joined, Assignment]
+        assert [type(message) for message in read(n2)] == [Welcome, Joined, model.Assignment]
 
 
 async def test_nodes_are_told_which_servers_stand_by_and_of_each_change() -> None:
@@ -163,9 +136,11 @@ async def test_a_refused_join_leaves_no_job_behind() -> None:
     async with server() as s:
         n1 = await s.connect("n1")
         await s.driver.commands.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
-        await s.driver.commands.hear(n1, "job-8", Leave("n1", 1, "x", LeaveCause.SIGNAL, "bye"))
+        await s.driver.commands.hear(
+            n1, "job-8", Leave("n1", 1, "x", model.LeaveCause.SIGNAL, "bye")
+        )
         assert "job-8" not in s.driver.jobs.in_memory
-        with pytest.raises(UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
+        with pytest.raises(errors.UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
             await s.driver.operations.status("job-8")
         assert s.driver.jobs.in_memory.keys() == {"job-7"}
 
@@ -179,7 +154,7 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
         for stream in (n1, n2):
             closed = read(stream)[-1]
             assert isinstance(closed, Closed)
-            assert closed.ended.result is Result.SUCCEEDED
+            assert closed.ended.result is model.Result.SUCCEEDED
         assert not s.driver.jobs.in_memory
         assert not s.driver.node_jobs.node_ids
         assert (await s.driver.operations.status("job-7")).state == "succeeded"
@@ -197,8 +172,8 @@ async def test_a_caller_that_is_cancelled_does_not_cut_a_commit_in_two() -> None
         await asyncio.wait([caller])
         store.gate.set()
         await settle()
-        assert isinstance(read(n1)[-1], Assignment)
-        assert await s.states() == {"n1": NodeState.SEATED}
+        assert isinstance(read(n1)[-1], model.Assignment)
+        assert await s.states() == {"n1": model.NodeState.SEATED}
 
 
 @pytest.mark.slow
@@ -233,7 +208,7 @@ async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> No
         store.gate.set()
         await asyncio.gather(*said)
         assert isinstance(read(n3)[-1], Refused)
-        assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2, n4))
+        assert all(isinstance(read(stream)[-1], model.Assignment) for stream in (n1, n2, n4))
 
 
 @pytest.mark.slow
@@ -253,11 +228,11 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         await settle()
         store.gate.set()
         await s.clock.advance(2_500)
-        assert not any(isinstance(m, Assignment) for stream in streams for m in read(stream))
+        assert not any(isinstance(m, model.Assignment) for stream in streams for m in read(stream))
         store.away = None
         await s.clock.advance(2_500)
         await asyncio.gather(*said)
-        lines = [m for stream in streams for m in read(stream) if isinstance(m, Assignment)]
+        lines = [m for stream in streams for m in read(stream) if isinstance(m, model.Assignment)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1), (0, 2)]
         names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert (names.count("RoundCompleted"), names.count("NodeJoined")) == (1, 3)
@@ -270,7 +245,7 @@ async def test_refusals_are_told_and_change_nothing() -> None:
         await s.join(n2, (2, 4))
         refused = read(n2)[-1]
         assert isinstance(refused, Refused)
-        assert refused.code == SettingsMismatchError.code
+        assert refused.code == errors.SettingsMismatchError.code
         assert n2.open
         assert list(await s.states()) == ["n1"]
 
@@ -288,7 +263,7 @@ async def test_jobs_are_bounded() -> None:
     async with server(limits=Limits(jobs=1)) as s:
         n1 = await s.connect("n1")
         await s.join(n1)
-        with pytest.raises(LimitExceededError, match="job-8 is over the limit"):
+        with pytest.raises(errors.LimitExceededError, match="job-8 is over the limit"):
             await s.driver.engine.submit("job-8", join(n1))
 
 
@@ -308,7 +283,7 @@ async def test_the_jobs_of_a_node_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 async def test_nodes_are_bounded() -> None:
     async with server(limits=Limits(nodes=1)) as s:
         await s.connect("n1")
-        with pytest.raises(LimitExceededError, match="n2 is over the limit"):
+        with pytest.raises(errors.LimitExceededError, match="n2 is over the limit"):
             s.attach("n2")
 
 
@@ -324,7 +299,7 @@ async def test_a_job_that_needs_more_nodes_than_the_server_holds_is_refused() ->
         )
         await s.join(n1, (2, 4))
         assert any(isinstance(message, Joined) for message in read(n1))
-        with pytest.raises(InvalidRequestError, match="min_nodes 3 is above the 2 nodes"):
+        with pytest.raises(errors.InvalidRequestError, match="min_nodes 3 is above the 2 nodes"):
             await s.driver.engine.submit("job-7", Scale("feed", 3, 4, ""))
 
 
@@ -335,7 +310,7 @@ async def test_a_slow_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPa
         for _ in range(4):
             await s.driver.commands.hear(n1, "job-7", join(n1, run="x y"))
             n1.send(Refused("job-7", "code", "text"))
-        assert isinstance(await end_of(n1), LimitExceededError)
+        assert isinstance(await end_of(n1), errors.LimitExceededError)
         assert n2.open
 
 
@@ -349,7 +324,7 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
     async with server(store) as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         await s.join(n1)
-        store.away = StoreRefusedError("disk full")
+        store.away = errors.StoreRefusedError("disk full")
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         for _ in range(4):
             await s.clock.advance(1_000)
@@ -361,13 +336,16 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         assert n1.open
         assert n2.open
         assert caplog.text.count("the store is away") == 1
-        with pytest.raises(RendezvousConnectionError):
+        with pytest.raises(errors.RendezvousConnectionError):
             await s.driver.engine.submit("job-7", join(n2))
 
         store.away = None
         await s.clock.advance(2_000)
         await said
-        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
+        assert [type(read(stream)[-1]) for stream in (n1, n2)] == [
+            model.Assignment,
+            model.Assignment,
+        ]
         assert "the store is back" in caplog.text
 
 
@@ -387,7 +365,7 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
         await said
         # All that was kept for another commit is written with this one.
         await s.driver.commands.hear(
-            n1, "job-7", Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "x")
+            n1, "job-7", Leave("n1", n1.incarnation, "run-1", model.LeaveCause.SIGNAL, "x")
         )
         await settle()
     rows = [(row.name, row.data) for row in await store.history("job-7", 100)]
@@ -404,7 +382,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         n9 = await s.connect("n9")
         views = s.driver.operations.watch("job-7")
         await anext(views)
-        store.away, store.reads = StoreRefusedError("disk full"), True
+        store.away, store.reads = errors.StoreRefusedError("disk full"), True
         failed = report(rank=2, message="boom", pid=99)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
@@ -425,7 +403,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
         assert s.driver.trouble == away + waiting
         with pytest.raises(
-            RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
+            errors.RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
         ):
             await s.driver.operations.status("job-9")
         # The node that failed is informed, once.
@@ -448,7 +426,7 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
     async with server(store) as s:
         await s.pair()
         n9 = await s.connect("n9")
-        store.away, store.reads = StoreRefusedError("disk full"), True
+        store.away, store.reads = errors.StoreRefusedError("disk full"), True
         joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
         await s.clock.advance(1_500)
         assert "n9 joins (job-9)" in s.driver.trouble
@@ -468,14 +446,14 @@ async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
 
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
             if self.full:
-                raise StoreRefusedError("disk full")
+                raise errors.StoreRefusedError("disk full")
             return await super().swap_document(name, data, revision)
 
     store = Full()
     async with server(store) as s:
         await s.pair()
         store.full = True
-        with pytest.raises(StoreRefusedError):
+        with pytest.raises(errors.StoreRefusedError):
             await s.driver.nodes.cordon("n1", "a fan is broken")
         await s.clock.advance(5_000)
         assert "disk full" in s.driver.trouble
@@ -494,11 +472,11 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         store.next_write = lost
         said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
         await s.clock.advance(2_500)
-        assert not any(isinstance(m, Assignment | Joined) for m in read(n1) + read(n2))
+        assert not any(isinstance(m, model.Assignment | Joined) for m in read(n1) + read(n2))
         store.away = None
         await s.clock.advance(2_500)
         await said
-        lines = [m for stream in (n1, n2) for m in read(stream) if isinstance(m, Assignment)]
+        lines = [m for stream in (n1, n2) for m in read(stream) if isinstance(m, model.Assignment)]
         assert [(line.round, line.group_rank) for line in lines] == [(0, 0), (0, 1)]
         stored = await store.load("job-7")
         assert stored is not None
@@ -516,7 +494,7 @@ async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -
         async def compare_and_swap(
             self,
             rdzv_id: str,
-            membership: Membership,
+            membership: model.Membership,
             revision: int,
             records: Sequence[Record] = (),
         ) -> int:
@@ -546,8 +524,8 @@ async def test_a_server_that_has_stopped_does_not_look_for_its_store() -> None:
     """It was deposed, and a call that was under way fails only later."""
     store = FlakyStore()
     async with server(store) as s:
-        store.away = StoreRefusedError("another server leads")
-    with pytest.raises(StoreRefusedError):
+        store.away = errors.StoreRefusedError("another server leads")
+    with pytest.raises(errors.StoreRefusedError):
         await s.driver.store.load("job-7")
     # A timer of it would start a task in a group that is over.
     await s.clock.advance(60_000)
@@ -558,7 +536,7 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
     store = FlakyStore()
     async with server(store) as s:
         n1, n2 = await s.pair()
-        store.away = StoreRefusedError("disk full")
+        store.away = errors.StoreRefusedError("disk full")
         s.driver.connections.detach(n2)
         for _ in range(16):
             s.driver.connections.heard(n1)
@@ -568,7 +546,7 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
         await s.clock.advance(2_000)
         (over,) = read(n1)
         assert isinstance(over, RoundOver)
-        assert over.end.cause is Cause.NODE_LOST
+        assert over.end.cause is model.Cause.NODE_LOST
 
 
 async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> None:
@@ -586,7 +564,7 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         store.gate.set()
         await joining
         await s.clock.advance(1_000)
-        assert (await s.states()).get("n2") is not NodeState.SPARE
+        assert (await s.states()).get("n2") is not model.NodeState.SPARE
         names = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert names[-2:] == ["NodeJoined", "NodeLost"]
 
@@ -596,7 +574,7 @@ async def test_each_new_reason_for_which_the_store_is_away_is_shown() -> None:
     async with server() as s:
         with s.driver.watchers.followed_by(shown.append):
             for why in ("no answer", "no answer", "it has no leader"):
-                s.driver.store.failed(RendezvousConnectionError(why), 0, writes=False)
+                s.driver.store.failed(errors.RendezvousConnectionError(why), 0, writes=False)
     assert shown == [None, None]
 
 
@@ -605,7 +583,9 @@ async def test_what_is_written_to_try_the_store_may_be_there_from_an_earlier_tim
         await s.clock.advance(5_000)
         for _ in range(2):
             store = s.driver.store
-            store.failed(RendezvousConnectionError("no answer"), s.clock.now_ms(), writes=True)
+            store.failed(
+                errors.RendezvousConnectionError("no answer"), s.clock.now_ms(), writes=True
+            )
             await s.clock.advance(5_000)
             assert not store.unwritable
 
@@ -632,8 +612,8 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
     async with server() as s:
         n1, n2 = await s.pair()
         monkeypatch.setattr(engine_module, "violations", lambda *_: ["barrier: broken"])
-        with pytest.raises(InvariantError, match=r"a bug in rdzvd.*Leave.*barrier: broken"):
-            leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
+        with pytest.raises(errors.InvariantError, match=r"a bug in rdzvd.*Leave.*barrier: broken"):
+            leave = Leave("n1", n1.incarnation, "run-1", model.LeaveCause.SIGNAL, "bye")
             await s.driver.engine.submit("job-7", leave)
         timer = s.driver.jobs.in_memory["job-7"].timer
         assert timer.due_ms == s.driver.jobs.retry_at_ms() > s.clock.now_ms()
@@ -642,7 +622,7 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
             s.driver.connections.heard(n1)
             s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
-        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert set((await s.states()).values()) == {model.NodeState.SEATED}
         assert read(n1) == read(n2) == []
 
 
@@ -657,10 +637,10 @@ async def test_a_bug_in_the_core_is_refused_and_changes_nothing(
 
         with monkeypatch.context() as patched:
             patched.setattr(rendezvous, "step", broken)
-            with pytest.raises(InvariantError, match="oops"):
+            with pytest.raises(errors.InvariantError, match="oops"):
                 await s.driver.engine.submit("job-7", join(n1))
         assert "ZeroDivisionError" in caplog.text
-        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert set((await s.states()).values()) == {model.NodeState.SEATED}
 
 
 async def test_history_that_waits_for_a_commit_is_shown_and_written_at_the_end() -> None:
@@ -683,10 +663,10 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
         await s.pair()
     store.jobs["bad"] = (b"?", 1)
     async with server(store) as s:
-        assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
+        assert await s.states() == {"n1": model.NodeState.AWAY, "n2": model.NodeState.AWAY}
         assert "leaving job bad alone" in caplog.text
         assert [view.rdzv_id for view in await s.listed()] == ["job-7"]
-        with pytest.raises(RendezvousStateError, match="job bad"):
+        with pytest.raises(errors.RendezvousStateError, match="job bad"):
             await s.driver.operations.status("bad")
     assert store.jobs["bad"] == (b"?", 1)
 
@@ -702,9 +682,9 @@ async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
             await s.clock.advance(1_000)
         (over,) = read(n1)
         assert isinstance(over, RoundOver)
-        assert over.end.cause is Cause.NODE_LOST
+        assert over.end.cause is model.Cause.NODE_LOST
         assert "lease ran out" in over.end.reason
-        assert isinstance(await end_of(n2), RendezvousConnectionError)
+        assert isinstance(await end_of(n2), errors.RendezvousConnectionError)
 
 
 async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
@@ -712,11 +692,11 @@ async def test_the_end_of_a_stream_keeps_the_seat_for_a_lease() -> None:
         n1, n2 = await s.pair()
         s.driver.connections.detach(n2)
         await settle()
-        assert (await s.states())["n2"] is NodeState.AWAY
+        assert (await s.states())["n2"] is model.NodeState.AWAY
         await s.clock.advance(3_000)
         s.driver.connections.heard(n1)
         await s.come_back("n2")
-        assert (await s.states())["n2"] is NodeState.SEATED
+        assert (await s.states())["n2"] is model.NodeState.SEATED
         assert read(n1) == []
 
 
@@ -729,7 +709,7 @@ async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
         over = read(n1)[-1]
         assert isinstance(over, RoundOver)
         assert over.end.reason == "n2: it has returned, and no longer takes part"
-        assert (await s.states())["n2"] is NodeState.LOST
+        assert (await s.states())["n2"] is model.NodeState.LOST
 
 
 async def test_a_belief_that_can_not_be_read_is_one_all_the_same() -> None:
@@ -738,7 +718,7 @@ async def test_a_belief_that_can_not_be_read_is_one_all_the_same() -> None:
         s.driver.connections.detach(n2)
         await s.driver.recovery.greet(s.attach("n2"), [], unread=["job-7"])
         await settle()
-        assert (await s.states())["n2"] is NodeState.SEATED
+        assert (await s.states())["n2"] is model.NodeState.SEATED
 
 
 @pytest.mark.parametrize(("store_name", "waits"), [("memory", True), ("sqlite", False)])
@@ -748,12 +728,12 @@ async def test_a_server_without_memory_forms_no_round_before_nodes_could_come_ba
     """A node that was faster formed a round alone, and the run of the others was not known."""
 
     def formed(stream: Stream) -> bool:
-        return any(isinstance(message, Assignment) for message in read(stream))
+        return any(isinstance(message, model.Assignment) for message in read(stream))
 
     async with server(store_name=store_name) as s:
         await s.clock.advance(RECONNECT_MS - 2_000)
         n1 = await s.connect("n1")
-        settings = Settings(1, 2, last_call_timeout_ms=1_000)
+        settings = model.Settings(1, 2, last_call_timeout_ms=1_000)
         await s.driver.commands.hear(n1, "job-7", join(n1, settings=settings))
         await s.clock.advance(1_999)
         assert formed(n1) is not waits
@@ -766,11 +746,11 @@ async def test_a_stale_stream_of_the_same_instance_is_closed() -> None:
         old = await s.connect("n1")
         new = await s.connect("n1")
         error = await end_of(old)
-        assert isinstance(error, RendezvousConnectionError)
+        assert isinstance(error, errors.RendezvousConnectionError)
         s.driver.connections.detach(old)
         assert new.open
         assert new.incarnation == old.incarnation
-        with pytest.raises(RendezvousConnectionError, match=r"in use by 10\.0\.0\.1 pid 99"):
+        with pytest.raises(errors.RendezvousConnectionError, match=r"in use by 10\.0\.0\.1 pid 99"):
             s.attach("n1", "two")
 
 
@@ -787,10 +767,10 @@ async def test_a_new_instance_takes_over_the_seat_that_it_speaks_for() -> None:
         assert stream.incarnation > n1.incarnation
         assert read(stream)[1:] == [line]
         assert read(n2) == []
-        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert set((await s.states()).values()) == {model.NodeState.SEATED}
 
 
-def _round(s: Server) -> tuple[Membership, Round]:
+def _round(s: Server) -> tuple[model.Membership, model.Round]:
     state = s.driver.jobs.peek("job-7")
     assert state is not None
     assert state.membership.round is not None
@@ -832,8 +812,8 @@ async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
         store.gate.set()
         await completing
         await settle()
-        assert any(isinstance(message, Assignment) for message in read(n1))
-        assert not any(isinstance(message, Assignment) for message in read(later))
+        assert any(isinstance(message, model.Assignment) for message in read(n1))
+        assert not any(isinstance(message, model.Assignment) for message in read(later))
 
 
 async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
@@ -842,7 +822,7 @@ async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
         n1, n2 = await s.pair()
         await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
         await s.driver.commands.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
-        (line,) = [message for message in read(n1) if isinstance(message, Assignment)]
+        (line,) = [message for message in read(n1) if isinstance(message, model.Assignment)]
         assert line.round == 1
         await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
         assert line in read(n1)
@@ -856,9 +836,9 @@ async def test_a_planned_absence_is_waited_for() -> None:
         for _ in range(50):
             s.driver.connections.heard(n2)
             await s.clock.advance(1_000)
-        assert (await s.states())["n1"] is NodeState.AWAY
+        assert (await s.states())["n1"] is model.NodeState.AWAY
         await s.come_back("n1")
-        assert (await s.states())["n1"] is NodeState.SEATED
+        assert (await s.states())["n1"] is model.NodeState.SEATED
         assert read(n2) == []
 
 
@@ -870,7 +850,7 @@ async def test_a_pause_of_the_server_proves_nothing(caplog: pytest.LogCaptureFix
         s.driver.connections.heard(n1)
         await s.clock.advance(4_000)
         s.driver.connections.heard(n2)
-        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert set((await s.states()).values()) == {model.NodeState.SEATED}
         assert n1.open
         assert n2.open
 
@@ -885,11 +865,11 @@ async def test_a_deadline_that_passed_in_a_pause_is_kept_while_steps_go_on(
         await s.join(n1, (1, 2))
         await s.clock.pause(31_000)
         for number in range(10):
-            offer = Offer("10.0.0.1", 2, machine="m1", store_port=5_000 + number)
+            offer = model.Offer("10.0.0.1", 2, machine="m1", store_port=5_000 + number)
             await s.driver.commands.hear(n1, "job-7", join(n1, (1, 2), offer=offer))
             await s.clock.pause(400)
         assert caplog.text.count("was blocked for") == 1
-        assert any(isinstance(message, Assignment) for message in read(n1))
+        assert any(isinstance(message, model.Assignment) for message in read(n1))
 
 
 @pytest.mark.slow
@@ -903,9 +883,9 @@ async def test_an_attempt_to_connect_during_a_pause_is_no_return_and_no_departur
         attempt = s.attach("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
         s.driver.connections.detach(attempt)
         await s.clock.advance(20_000)
-        assert await s.states() == {"n1": NodeState.AWAY}
+        assert await s.states() == {"n1": model.NodeState.AWAY}
         await s.come_back("n1", kind=AgentKind.FOREGROUND, incarnation=n1.incarnation)
-        assert await s.states() == {"n1": NodeState.SEATED}
+        assert await s.states() == {"n1": model.NodeState.SEATED}
 
 
 async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() -> None:
@@ -932,11 +912,11 @@ async def test_a_server_that_stops_moves_nobody() -> None:
     async with server(store) as s:
         n1, n2 = await s.pair()
         writes = store.writes
-        s.driver.close_streams(RendezvousConnectionError("stopping"))
+        s.driver.close_streams(errors.RendezvousConnectionError("stopping"))
         for stream in (n1, n2):
-            assert isinstance(await end_of(stream), RendezvousConnectionError)
+            assert isinstance(await end_of(stream), errors.RendezvousConnectionError)
             s.driver.connections.detach(stream)
-        with pytest.raises(RendezvousConnectionError, match="stopping"):
+        with pytest.raises(errors.RendezvousConnectionError, match="stopping"):
             s.attach("n3")
     assert store.writes == writes
 
@@ -952,7 +932,7 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
     async with server(store, clock) as s:
         assert s.driver.leadership > first
         await clock.advance(20_000)
-        assert await s.states() == {"n1": NodeState.AWAY, "n2": NodeState.AWAY}
+        assert await s.states() == {"n1": model.NodeState.AWAY, "n2": model.NodeState.AWAY}
         back = await s.come_back("n1", incarnation=n1.incarnation)
         assert back.incarnation == n1.incarnation
         for _ in range(14):
@@ -961,12 +941,14 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
         over = read(back)[-1]
         assert isinstance(over, RoundOver)
         assert "n2" in over.end.reason
-        assert (await s.states())["n2"] is NodeState.LOST
+        assert (await s.states())["n2"] is model.NodeState.LOST
 
 
-@pytest.mark.parametrize(("answered", "becomes"), [(True, NodeState.LOST), (False, NodeState.AWAY)])
+@pytest.mark.parametrize(
+    ("answered", "becomes"), [(True, model.NodeState.LOST), (False, model.NodeState.AWAY)]
+)
 async def test_a_stream_is_a_nodes_own_once_the_welcome_is_answered(
-    answered: bool, becomes: NodeState
+    answered: bool, becomes: model.NodeState
 ) -> None:
     """Before, its end was an attempt that failed, also where all others have come back."""
     store, clock = MemoryStore(), FakeClock()
@@ -995,7 +977,9 @@ async def test_after_a_restart_a_node_hears_the_same_line() -> None:
 
 async def test_a_server_that_was_superseded_says_so() -> None:
     async with server() as s:
-        with pytest.raises(RendezvousConnectionError, match=r"superseded .* another endpoint"):
+        with pytest.raises(
+            errors.RendezvousConnectionError, match=r"superseded .* another endpoint"
+        ):
             s.attach("n1", leadership=s.driver.leadership + 1)
 
 
@@ -1021,7 +1005,7 @@ async def test_who_was_not_told_its_incarnation_is_taken_back_at_once(incarnatio
     async with server(store) as s:
         await s.come_back("n1", incarnation=incarnation)
         await s.come_back("n2", incarnation=incarnation)
-        assert set((await s.states()).values()) == {NodeState.SEATED}
+        assert set((await s.states()).values()) == {model.NodeState.SEATED}
 
 
 async def test_another_instance_waits_where_a_seat_was_not_heard() -> None:
@@ -1029,7 +1013,7 @@ async def test_another_instance_waits_where_a_seat_was_not_heard() -> None:
     async with server(store) as s:
         await s.pair()
     async with server(store) as s:
-        with pytest.raises(RendezvousConnectionError, match="admitted after 30 s"):
+        with pytest.raises(errors.RendezvousConnectionError, match="admitted after 30 s"):
             s.attach("n1", "another")
 
 
@@ -1040,7 +1024,7 @@ async def test_the_successor_of_a_fenced_agent_waits_for_the_fence_alone() -> No
         await s.join(n1)
         await s.join(n2)
     async with server(store) as s:
-        with pytest.raises(RendezvousConnectionError, match=r"fence .* admitted after 5 s"):
+        with pytest.raises(errors.RendezvousConnectionError, match=r"fence .* admitted after 5 s"):
             s.attach("n1", "another")
         await s.clock.advance(5_000)
         s.attach("n1", "another")
@@ -1156,7 +1140,7 @@ class UnreadableStore(FlakyStore):
 
     async def load(self, rdzv_id: str) -> Stored | None:
         if rdzv_id == self.unreadable:
-            raise RendezvousStateError(f"{rdzv_id} cannot be read")
+            raise errors.RendezvousStateError(f"{rdzv_id} cannot be read")
         return await super().load(rdzv_id)
 
 
@@ -1165,11 +1149,11 @@ def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> Non
     decided: list[Command] = []
     step = rendezvous.step
 
-    def watched(state: State, command: Command, now_ms: int) -> rendezvous.Transition:
+    def watched(state: model.State, command: Command, now_ms: int) -> rendezvous.Transition:
         decided.append(command)
         return step(state, command, now_ms)
 
-    def violations(before: State, after: State, _: object) -> list[str]:
+    def violations(before: model.State, after: model.State, _: object) -> list[str]:
         breaks = isinstance(decided[-1], kind) and after.membership.rdzv_id == rdzv_id
         return ["a promise"] if breaks and after is not before else []
 
@@ -1192,7 +1176,7 @@ async def test_a_broken_guarantee_of_one_job_is_no_matter_of_the_others(
         await s.driver.recovery.greet(n1, [asks_for("job-7", n1), asks_for("job-8", n1)])
         await settle()
         said = read(n1)
-        assert n1.open and any(isinstance(message, Assignment) for message in said)
+        assert n1.open and any(isinstance(message, model.Assignment) for message in said)
         [waits] = [m for m in said if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
         assert "can decide nothing about this job: a bug in rdzvd" in waits.reason
         assert not any(isinstance(message, Refused) for message in said)
@@ -1205,7 +1189,7 @@ async def test_who_has_no_other_job_says_everything_again_after_a_bug(
     async with server() as s:
         n1 = s.attach("n1")
         await s.driver.recovery.greet(n1, [asks_for("job-8", n1)])
-        assert [m.code for m in read(n1) if isinstance(m, Refused)] == [InvariantError.code]
+        assert [m.code for m in read(n1) if isinstance(m, Refused)] == [errors.InvariantError.code]
 
 
 async def test_a_broken_guarantee_about_who_came_back_without_a_job_ends_no_stream(
@@ -1230,7 +1214,7 @@ async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
         await s.driver.commands.hear(n2, "job-9", join(n2))
         store.unreadable = "job-8"
         ended = Belief("job-8", "run-9", 0, has_workers=False)
-        await s.driver.commands.refuse(n2, ended, RendezvousClosedError("its run has ended"))
+        await s.driver.commands.refuse(n2, ended, errors.RendezvousClosedError("its run has ended"))
         assert n2.open
         [waits] = [m for m in read(n2) if isinstance(m, Waiting) and m.rdzv_id == "job-8"]
         assert "job-8 cannot be read" in waits.reason
@@ -1282,11 +1266,11 @@ async def test_a_start_that_fails_leaves_no_timer_behind() -> None:
     async def cut_short() -> AsyncGenerator[Page, None]:
         async for page in pages():
             yield page
-        raise RendezvousConnectionError("the store has gone")
+        raise errors.RendezvousConnectionError("the store has gone")
 
     store.pages = cut_short  # type: ignore[method-assign]
     before = [call for _, _, call in clock.calls if not call.cancelled]
-    with pytest.raises(RendezvousConnectionError, match="has gone"):
+    with pytest.raises(errors.RendezvousConnectionError, match="has gone"):
         async with server(store, clock):
             raise AssertionError("it cannot start")
     assert [call for _, _, call in clock.calls if not call.cancelled] == before
@@ -1339,8 +1323,8 @@ def waits(stream: Stream, run: str) -> Belief:
 def runs_elsewhere(stream: Stream) -> Belief:
     """The belief of a node in a round that a server without memory does not know."""
     offer = join(stream).offer
-    line = Assignment("job-7", "former", 3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, 0)
-    claim = RecoveryReport(line, Settings(2, 2), offer)
+    line = model.Assignment("job-7", "former", 3, 1, 2, 2, 4, 2, 4, "n1.net", 4711, True, 0, 0)
+    claim = model.RecoveryReport(line, model.Settings(2, 2), offer)
     resume = Resume(stream.node_id, stream.incarnation, "former", 3, claim)
     return Belief("job-7", "former", 3, has_workers=True, commands=(resume,))
 
@@ -1358,7 +1342,7 @@ async def test_who_joins_in_the_commit_that_adopts_another_run_waits_in_that_one
         joined = [message.run for message in told_n1 if isinstance(message, Joined)]
         assert joined == ["first", "former"], "both were decided at once"
         assert not any(isinstance(message, Closed) for message in told_n1)
-        assert (await s.states())["n1"] is NodeState.SPARE
+        assert (await s.states())["n1"] is model.NodeState.SPARE
 
 
 async def test_who_reconnects_before_that_commit_waits_in_the_adopted_run_all_the_same() -> None:
@@ -1380,7 +1364,7 @@ async def test_who_reconnects_before_that_commit_waits_in_the_adopted_run_all_th
         told_n1 = read(n1)
         assert {message.run for message in told_n1 if isinstance(message, Joined)} >= {"former"}
         assert not any(isinstance(message, Closed) for message in told_n1)
-        assert (await s.states())["n1"] is NodeState.SPARE
+        assert (await s.states())["n1"] is model.NodeState.SPARE
 
 
 async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later() -> None:
@@ -1398,12 +1382,12 @@ async def test_who_has_not_heard_that_its_run_goes_on_as_another_hears_it_later(
         assert isinstance(welcome, Welcome)
         assert joined == Joined("job-7", "former", 2, forks=False)
         assert isinstance(waiting, Waiting)
-        assert (await s.states())["n1"] is NodeState.SPARE
+        assert (await s.states())["n1"] is model.NodeState.SPARE
         s.driver.connections.detach(n1)
         n1 = s.attach("n1")
-        leave = Leave("n1", n1.incarnation, "first", LeaveCause.SIGNAL, "bye")
+        leave = Leave("n1", n1.incarnation, "first", model.LeaveCause.SIGNAL, "bye")
         await s.driver.recovery.greet(n1, [replace(waits(n1, "first"), commands=(leave,))])
-        assert (await s.states())["n1"] is NodeState.LEFT
+        assert (await s.states())["n1"] is model.NodeState.LEFT
 
 
 async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() -> None:
@@ -1421,7 +1405,7 @@ async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() ->
         await asyncio.gather(fresh, adopting, back)
         await settle()
         assert [type(message) for message in read(n1)] == [Welcome, Joined, Waiting]
-        assert (await s.states())["n1"] is NodeState.SPARE
+        assert (await s.states())["n1"] is model.NodeState.SPARE
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["in that commit", "before it"])
@@ -1449,21 +1433,21 @@ async def test_who_is_refused_before_its_run_is_adopted_says_hello_again(looks: 
         await s.driver.recovery.greet(n1, [waits(n1, "former")])
         await settle()
         assert [type(message) for message in read(n1)] == [Welcome, Joined, Waiting]
-        assert (await s.states())["n1"] is NodeState.SPARE
+        assert (await s.states())["n1"] is model.NodeState.SPARE
 
 
 # ---------------------------------------------------------------- who is owed what
 
 
-def step(state: State, *commands: typing.Any, now_ms: int = 1_000) -> State:
+def step(state: model.State, *commands: typing.Any, now_ms: int = 1_000) -> model.State:
     for command in commands:
         state = rendezvous.step(state, command, now_ms).state
     return state
 
 
 def a_join(node_id: str, **more: object) -> Join:
-    offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
-    command = Join(node_id, 1, "", Settings(2, 2), offer, new_run="run-1")
+    offer = model.Offer("10.0.0.1", 2, machine="m1", store_port=4711)
+    command = Join(node_id, 1, "", model.Settings(2, 2), offer, new_run="run-1")
     return replace(command, **more)  # type: ignore[arg-type]
 
 
@@ -1471,7 +1455,7 @@ VACANT = runs.vacant("job-7", TUNING)
 JOINING = step(VACANT, a_join("n1"))
 RUNNING = step(JOINING, a_join("n2"))
 SPARE = step(RUNNING, a_join("n3"))
-ENDED = step(SPARE, Leave("n2", 1, "run-1", LeaveCause.SIGNAL, "bye", 0))
+ENDED = step(SPARE, Leave("n2", 1, "run-1", model.LeaveCause.SIGNAL, "bye", 0))
 N1_STOPPED = step(ENDED, a_join("n1", run="run-1", left_round=0))
 SUCCEEDED = step(RUNNING, Succeed("n1", 1, "run-1", 0), Succeed("n2", 1, "run-1", 0))
 
@@ -1485,9 +1469,9 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
     [
         pytest.param(VACANT, "n1", believes(0), [], id="unknown job: left alone"),
         pytest.param(JOINING, "n1", believes(None, has_workers=False), [Waiting], id="waits"),
-        pytest.param(RUNNING, "n1", believes(0), [Assignment], id="runs"),
+        pytest.param(RUNNING, "n1", believes(0), [model.Assignment], id="runs"),
         pytest.param(
-            RUNNING, "n1", believes(None, has_workers=False), [Assignment], id="missed it"
+            RUNNING, "n1", believes(None, has_workers=False), [model.Assignment], id="missed it"
         ),
         pytest.param(RUNNING, "n1", believes(7), [], id="ahead: left alone, though seated"),
         pytest.param(RUNNING, "n9", believes(7), [], id="ahead: left alone"),
@@ -1496,7 +1480,7 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
         pytest.param(ENDED, "n1", believes(0), [RoundOver], id="missed the end"),
         pytest.param(ENDED, "n2", believes(0), [RoundOver], id="seat given up"),
         pytest.param(
-            N1_STOPPED, "n1", believes(0), [RoundOver, Assignment], id="in the next round"
+            N1_STOPPED, "n1", believes(0), [RoundOver, model.Assignment], id="in the next round"
         ),
         pytest.param(N1_STOPPED, "n2", believes(0), [RoundOver], id="an older round"),
         pytest.param(SUCCEEDED, "n1", believes(0), [Closed], id="closed"),
@@ -1504,7 +1488,7 @@ def believes(round_: int | None, run: str = "run-1", *, has_workers: bool = True
         pytest.param(RUNNING, "n9", believes(None, "", has_workers=False), [], id="a stranger"),
     ],
 )
-def test_owed(state: State, node_id: str, belief: Belief, expected: list[type]) -> None:
+def test_owed(state: model.State, node_id: str, belief: Belief, expected: list[type]) -> None:
     assert [type(message) for message in told.missed(state, node_id, belief, 2_000)] == expected
 
 
@@ -1513,13 +1497,13 @@ def test_who_joins_from_an_old_round_hears_that_its_seat_is_of_one_that_has_ende
     seated = N1_STOPPED
     ended = step(seated, Fail("n1", 1, "run-1", 1, (report(pid=5),)))
     late = a_join("n1", run="run-1", left_round=0)
-    assert isinstance(told.missed_assignment(seated, late, 0), Assignment)
+    assert isinstance(told.missed_assignment(seated, late, 0), model.Assignment)
     assert isinstance(told.missed_assignment(ended, late, 0), RoundOver)
     assert told.missed_assignment(ended, replace(late, left_round=1), 0) is None
 
 
 def test_who_joins_the_next_run_does_not_hear_that_the_last_was_closed() -> None:
-    ended = events.RunEnded("old", Ended(Result.STOPPED, "everyone was gone", 0))
+    ended = events.RunEnded("old", model.Ended(model.Result.STOPPED, "everyone was gone", 0))
     joined = events.NodeJoined("n1", 1, "10.0.0.1", 2)
     assert list(told.after_step(VACANT, JOINING, [ended, joined], 0)) == []
     heard = list(told.after_step(VACANT, VACANT, [joined, ended], 0))
@@ -1541,16 +1525,16 @@ async def test_a_pause_costs_one_task_for_a_job_however_many_nodes_it_has() -> N
             s.driver.leases.renew(1_000)
             assert s.driver.tasks.running <= 2
         await settle()
-        assert set((await s.states()).values()) == {NodeState.AWAY}
+        assert set((await s.states()).values()) == {model.NodeState.AWAY}
 
 
 def every_event() -> list[events.Event]:
     _, round_ = RUNNING.membership, RUNNING.membership.round
     assert round_ is not None
-    failure = Failure(
+    failure = model.Failure(
         3, 11, 99, None, 9, "two\nlines\x1b[2J", "t", 0, node_id="n2", address="10.0.0.6"
     )
-    ended = Ended(Result.FAILED, "spent", 0)
+    ended = model.Ended(model.Result.FAILED, "spent", 0)
     return [
         events.RunBegan("run-1", 1, "first"),
         events.NodeJoined("n1", 1, "10.0.0.1", 1),
@@ -1567,8 +1551,8 @@ def every_event() -> list[events.Event]:
         events.RoundCompleted(round_),
         events.RoundAdopted(round_),
         events.NodeAdopted("n1", 0, 0),
-        events.RoundEnded(0, RoundEnd(Cause.NODE_LOST, "n2 was lost", 0, True)),
-        events.RoundSettled(0, Cause.NODE_LOST, "n2 was lost", 0, 3),
+        events.RoundEnded(0, model.RoundEnd(model.Cause.NODE_LOST, "n2 was lost", 0, True)),
+        events.RoundSettled(0, model.Cause.NODE_LOST, "n2 was lost", 0, 3),
         events.JobScaled(1, 2, "scaled by root at head"),
         events.NodesPlaced(("n1", "n2")),
         events.NodesWithdrawn(("n1",), "the job was scaled down"),
@@ -1605,7 +1589,7 @@ def test_every_event_has_words_on_one_line() -> None:
 def test_a_round_is_told_in_one_line_however_large() -> None:
     state = VACANT
     for number in range(12):
-        state = step(state, a_join(f"n{number:02}", settings=Settings(12, 12)))
+        state = step(state, a_join(f"n{number:02}", settings=model.Settings(12, 12)))
     assert state.membership.round is not None
     text = sentence(kept(events.RoundCompleted(state.membership.round)))
     assert text.startswith("round 0 complete: n00=0..1 n01=2..3 ")

@@ -14,12 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rdzv.errors import (
-    ERROR_CODE_METADATA_KEY,
-    InvalidRequestError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-)
+from rdzv import errors
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.replication.replica import Replica
@@ -181,10 +176,10 @@ async def test_what_is_no_message_of_reflection_is_refused_without_a_traceback(
     ("first", "code", "error"),
     [
         # A node that is only busy tries again.
-        (None, RendezvousConnectionError.code, "no hello within 0.05 s"),
-        (b"\xff\xff\xff", InvalidRequestError.code, "a message cannot be read"),
+        (None, errors.RendezvousConnectionError.code, "no hello within 0.05 s"),
+        (b"\xff\xff\xff", errors.InvalidRequestError.code, "a message cannot be read"),
         (pb.NodeMessage(heartbeat=pb.Heartbeat()).SerializeToString(),
-         InvalidRequestError.code, "the first message of a stream must be a hello"),
+         errors.InvalidRequestError.code, "the first message of a stream must be a hello"),
     ],
 )  # fmt: skip
 async def test_a_node_that_does_not_begin_with_a_hello_is_refused(
@@ -200,7 +195,7 @@ async def test_a_node_that_does_not_begin_with_a_hello_is_refused(
         if first is not None:
             await stream.write(first)
         trailing = dict(await stream.trailing_metadata() or ())
-        assert trailing[ERROR_CODE_METADATA_KEY] == code
+        assert trailing[errors.ERROR_CODE_METADATA_KEY] == code
         assert error in (await stream.details() or "")
     assert above_debug(caplog) == []
 
@@ -215,7 +210,7 @@ async def test_a_server_of_grpc_that_ends_by_itself_ends_ours(
         return made[-1]
 
     monkeypatch.setattr(grpc_listener, "grpc_server", keeping)
-    with pytest.raises(RendezvousStateError, match="has ended by itself"):
+    with pytest.raises(errors.RendezvousStateError, match="has ended by itself"):
         async with asyncio.timeout(LONG_S), server():
             await made[0].stop(0)
             await asyncio.Event().wait()

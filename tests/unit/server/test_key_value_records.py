@@ -7,12 +7,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from rdzv.errors import (
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    StoreRefusedError,
-)
+from rdzv import errors
 from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess
 from rdzv.stores.memory import MemoryStore
 
@@ -26,7 +21,7 @@ class Store(MemoryStore):
 
     async def load_document(self, name: str) -> tuple[bytes, int] | None:
         if self.away:
-            raise RendezvousConnectionError("away")
+            raise errors.RendezvousConnectionError("away")
         return await super().load_document(name)
 
     async def swap_document(self, name: str, data: bytes, revision: int) -> int:
@@ -64,7 +59,7 @@ async def test_what_another_has_written_is_read_anew_and_to_be_tried_again() -> 
     store = Store()
     one, other = document(store), document(store)
     await swap(other, b=1)
-    with pytest.raises(StoreRefusedError, match="try again"):
+    with pytest.raises(errors.StoreRefusedError, match="try again"):
         await swap(one, a=1)
     assert one.value == {"b": 1}
     await swap(one, a=1)
@@ -75,8 +70,8 @@ async def test_what_another_has_written_is_read_anew_and_to_be_tried_again() -> 
 async def test_what_was_perhaps_written_is_read_anew(*, written: bool) -> None:
     store = Store()
     one = document(store)
-    store.error, store.writes_first = RendezvousConnectionError("who knows"), written
-    with pytest.raises(RendezvousConnectionError, match="who knows"):
+    store.error, store.writes_first = errors.RendezvousConnectionError("who knows"), written
+    with pytest.raises(errors.RendezvousConnectionError, match="who knows"):
         await swap(one, a=1)
     assert one.value == ({"a": 1} if written else {})
 
@@ -85,8 +80,8 @@ async def test_what_was_refused_changes_nothing() -> None:
     store = Store()
     one = document(store)
     await swap(one, a=1)
-    store.error = LimitExceededError("too large")
-    with pytest.raises(LimitExceededError):
+    store.error = errors.LimitExceededError("too large")
+    with pytest.raises(errors.LimitExceededError):
         await swap(one, a=2)
     assert (await one.known(), one.revision) == ({"a": 1}, 1)
 
@@ -94,9 +89,9 @@ async def test_what_was_refused_changes_nothing() -> None:
 async def test_what_can_not_be_read_anew_is_read_before_it_is_used() -> None:
     store = Store()
     one = document(store)
-    store.error, store.writes_first = RendezvousConnectionError("who knows"), True
+    store.error, store.writes_first = errors.RendezvousConnectionError("who knows"), True
     store.away = True
-    with pytest.raises(RendezvousConnectionError, match="away"):
+    with pytest.raises(errors.RendezvousConnectionError, match="away"):
         await swap(one, a=1)
     store.away = False
     assert await one.known() == {"a": 1}
@@ -105,5 +100,5 @@ async def test_what_can_not_be_read_anew_is_read_before_it_is_used() -> None:
 async def test_what_can_not_be_read_is_told_and_left() -> None:
     store = Store()
     await store.swap_document("numbers", b"nonsense", 0)
-    with pytest.raises(RendezvousStateError, match="record numbers cannot be read"):
+    with pytest.raises(errors.RendezvousStateError, match="record numbers cannot be read"):
         await document(store).known()

@@ -19,24 +19,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv.c10d import observations as c10d
+from rdzv.core import model
 from rdzv.core.commands import Fail, Join, Stop, Submit, Succeed, Tick
 from rdzv.core.events import HangOver, NodeLost, RunBegan, StacksTaken, WorkersStarted
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.node_resources import Gpu, NodeResources
 from rdzv.core.life.runs import vacant
-from rdzv.core.model import (
-    Away,
-    JobSpec,
-    JobState,
-    KeptWorker,
-    Offer,
-    Result,
-    Seat,
-    Settings,
-    State,
-    Tuning,
-    job_state,
-)
 from rdzv.core.rendezvous import step
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import LimitExceededError, RendezvousConnectionError, RendezvousError
@@ -185,10 +173,10 @@ async def submitted_jobs(s: Scraped) -> None:
     for node_id in ("g1", "g2"):
         await s.connect(node_id, resources=NodeResources(gpus=gpus, capacity=2))
     await s.driver.nodes.cordon("g2", "its fan is loud")
-    spec = JobSpec(("train.py",), local_world_size=3)
+    spec = model.JobSpec(("train.py",), local_world_size=3)
     for rdzv_id, nodes in (("eval", 1), ("later", 2)):
         await s.driver.engine.submit(
-            rdzv_id, Submit(f"{rdzv_id}-1", Settings(nodes, nodes), spec, "ada")
+            rdzv_id, Submit(f"{rdzv_id}-1", model.Settings(nodes, nodes), spec, "ada")
         )
     await s.let_pass(1_000)
 
@@ -321,7 +309,7 @@ async def test_no_label_is_called_job() -> None:
 ROOM = ("gpus", "places", "barred", "drains")
 
 
-def leading(*states: State) -> Any:
+def leading(*states: model.State) -> Any:
     """A server that leads, with these jobs and nothing else."""
     nothing = SimpleNamespace(shown=lambda *_: ())
     snapshots = SimpleNamespace(shown=lambda _: SnapshotsKnown())
@@ -346,7 +334,7 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
     def broken() -> tuple[JobStatus, ...]:
         raise OSError("no store")
 
-    state = vacant("job-7", Tuning())
+    state = vacant("job-7", model.Tuning())
     began = step(state, _first_join(), 0)
     leads = leading(began.state)
     page = MetricsPage(Metrics(), lambda: leads, "memory", "1.2.3", c10d=broken)
@@ -408,7 +396,7 @@ async def test_a_suspect_is_a_failure_only_where_it_is_charged() -> None:
             await s.say(n1, Fail("n1", n1.incarnation, "run-1", number, reports))
             for node in (n1, n2):
                 command = replace(again, node_id=node.node_id, incarnation=node.incarnation)
-                kept = (KeptWorker(0, number + 7), KeptWorker(1, number + 7))
+                kept = (model.KeptWorker(0, number + 7), model.KeptWorker(1, number + 7))
                 await s.say(node, replace(command, left_round=number, kept=kept))
             found = await s.values()
             assert found["rdzv_worker_failures_total"] == number + 1
@@ -549,14 +537,14 @@ async def test_a_pause_of_the_loop_is_in_the_histogram() -> None:
 async def test_ended_jobs_are_bounded() -> None:
     metrics = Metrics()
     for number in range(ENDED_JOBS + 10):
-        state = vacant(f"job-{number}", Tuning())
+        state = vacant(f"job-{number}", model.Tuning())
         began = step(state, _first_join(), 0)
         ended = step(began.state, Stop("run-1", "an operator"), 1)
         metrics.count_step(state, began.state, began.events, 0)
         metrics.count_step(began.state, ended.state, ended.events, 1)
     assert len(metrics.ended) == ENDED_JOBS
     # Events that arrive after the job was forgotten create nothing again.
-    first = vacant("job-0", Tuning())
+    first = vacant("job-0", model.Tuning())
     ended = step(step(first, _first_join(), 0).state, Stop("run-1", "an operator"), 1)
     assert ended.state.membership.ended
     metrics.count_step(ended.state, ended.state, (NodeLost("n1", "too late"),), 2)
@@ -564,7 +552,7 @@ async def test_ended_jobs_are_bounded() -> None:
 
 
 def _first_join() -> Join:
-    return Join("n1", 1, "", SETTINGS, Offer("10.0.0.1", machine="m1"), new_run="run-1")
+    return Join("n1", 1, "", SETTINGS, model.Offer("10.0.0.1", machine="m1"), new_run="run-1")
 
 
 # ------------------------------------------------------------------ gauges say what status says
@@ -581,29 +569,31 @@ REASON_IN_WORDS = {
 }
 
 
-def agrees(state: State, now_ms: int) -> str:
+def agrees(state: model.State, now_ms: int) -> str:
     """Check that the gauges of a state agree with `status`; return why it does not run."""
     shown = Counter(v.state for v in node_views(state, now_ms))
     if state.membership.ended is None:
         assert +node_states(state) == shown
     reason = why_not_running(state)
-    assert bool(reason) is (job_state(state) in (JobState.JOINING, JobState.STOPPING))
+    assert bool(reason) is (
+        model.job_state(state) in (model.JobState.JOINING, model.JobState.STOPPING)
+    )
     if reason:
         assert REASON_IN_WORDS[reason] in view(state, now_ms).reason.line
-    if job_state(state) is JobState.JOINING:
+    if model.job_state(state) is model.JobState.JOINING:
         assert bool(missing_nodes(state)) is (state.ready < state.membership.min_nodes)
     return reason
 
 
 def test_who_leaves_is_missing_although_its_workers_still_stop() -> None:
-    seats = {"n1": Seat(1, 0, leaving="SIGTERM"), "n2": Seat(2, 0)}
-    began = step(vacant("job-7", Tuning()), _first_join(), 0).state
-    settings = Settings(min_nodes=3, max_nodes=3)
+    seats = {"n1": model.Seat(1, 0, leaving="SIGTERM"), "n2": model.Seat(2, 0)}
+    began = step(vacant("job-7", model.Tuning()), _first_join(), 0).state
+    settings = model.Settings(min_nodes=3, max_nodes=3)
     state = replace(
         began, membership=replace(began.membership, settings=settings), waiting={}, seats=seats
     )
     assert missing_nodes(state) == 2
-    assert missing_nodes(replace(state, away={"n2": Away(0, 5_000, firm=False)})) == 3
+    assert missing_nodes(replace(state, away={"n2": model.Away(0, 5_000, firm=False)})) == 3
 
 
 @pytest.mark.parametrize(
@@ -640,17 +630,17 @@ def test_the_gauges_say_what_status_says(beginning: str) -> None:
     assert len(met) > 10
 
 
-def counts_what_lives(metrics: Metrics, state: State) -> None:
+def counts_what_lives(metrics: Metrics, state: model.State) -> None:
     """Check that a job is counted until it has ended, and that its time runs until then."""
     membership = state.membership
     tally = metrics.tallies.get(membership.rdzv_id)
     assert (tally is not None) is (bool(membership.run) and membership.ended is None)
     if tally is not None:
-        live = job_state(state) is JobState.RUNNING
+        live = model.job_state(state) is model.JobState.RUNNING
         assert (tally.running_since_ms is not None) is live
 
 
-def _growing(queue: list[tuple[State, int, int | None]]) -> object:
+def _growing(queue: list[tuple[model.State, int, int | None]]) -> object:
     for number in itertools.count():
         if number == len(queue):
             return
@@ -664,7 +654,7 @@ def _growing(queue: list[tuple[State, int, int | None]]) -> object:
 async def test_many_jobs_leave_the_event_loop_to_others() -> None:
     states, metrics = [], Metrics()
     for number in range(2_000):
-        state = vacant(f"job-{number}", Tuning())
+        state = vacant(f"job-{number}", model.Tuning())
         began = step(state, _first_join(), 0)
         states.append(began.state)
         metrics.count_step(state, began.state, (RunBegan("run-1", 1, ""),), 0)
@@ -697,7 +687,7 @@ async def test_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "é"])
 async def test_any_name_of_a_job_is_written_so_that_it_can_be_read(name: str) -> None:
-    state = vacant(name, Tuning())
+    state = vacant(name, model.Tuning())
     began = step(state, _first_join(), 0)
     page = MetricsPage(Metrics(), lambda: leading(began.state), "memory", "1.2.3")
     page.metrics.count_step(state, began.state, began.events, 0)
@@ -721,4 +711,4 @@ async def test_hangs_and_the_ways_in_which_workers_began_are_counted() -> None:
 
 @pytest.mark.quick
 def test_results_and_states_have_the_same_words() -> None:
-    assert {r.value for r in Result} < {s.value for s in JobState}
+    assert {r.value for r in model.Result} < {s.value for s in model.JobState}

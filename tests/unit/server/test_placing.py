@@ -4,40 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rdzv import errors, messages
+from rdzv.core import model
 from rdzv.core.commands import Decline, Join, Leave, Resume, Scale, Stop, Submit, Succeed
 from rdzv.core.fleet.node_resources import FailingCheck, Gpu, NodeResources
-from rdzv.core.model import (
-    DAEMON_RETURN_MS,
-    Assignment,
-    JobSpec,
-    LeaveCause,
-    NodeState,
-    Offer,
-    Settings,
-)
-from rdzv.errors import (
-    InvalidRequestError,
-    JobExistsError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    TooFewNodesError,
-    UnknownNodeError,
-)
-from rdzv.messages import (
-    Announcement,
-    Belief,
-    Closed,
-    Draining,
-    DrainNode,
-    Health,
-    Holding,
-    Holdings,
-    LookAgain,
-    Placed,
-    RoundOver,
-    UndrainNode,
-    Withdrawn,
-)
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -46,16 +16,16 @@ from tests.support.driven import FakeClock, FlakyStore, Server, read, server, se
 
 pytestmark = pytest.mark.slow
 
-HELD = Holdings((Holding("job-7", "sub-1", 1),))
+HELD = messages.Holdings((messages.Holding("job-7", "sub-1", 1),))
 HAS = NodeResources(
     cpus=8, memory_bytes=1 << 30, gpus=(Gpu("u0", "H100", 1),), labels=(("zone", "a"),)
 )
-SPEC = JobSpec(args=("train.py",), env=(("TOKEN", "secret"),), local_world_size=1)
+SPEC = model.JobSpec(args=("train.py",), env=(("TOKEN", "secret"),), local_world_size=1)
 QUIET_MS = 100
 
 
 def submission(run: str = "sub-1", nodes: tuple[int, int] = (2, 2), **spec: object) -> Submit:
-    return Submit(run, Settings(*nodes), replace(SPEC, **spec), "ada at head")  # type: ignore[arg-type]
+    return Submit(run, model.Settings(*nodes), replace(SPEC, **spec), "ada at head")  # type: ignore[arg-type]
 
 
 async def daemons(s: Server, *names: str, **more: object) -> list[Stream]:
@@ -76,18 +46,18 @@ async def live(s: Server, for_ms: int, *streams: Stream) -> None:
         await s.clock.advance(1_000)
 
 
-def placements(stream: Stream) -> list[Placed | Withdrawn]:
-    return [told for told in read(stream) if isinstance(told, Placed | Withdrawn)]
+def placements(stream: Stream) -> list[messages.Placed | messages.Withdrawn]:
+    return [told for told in read(stream) if isinstance(told, messages.Placed | messages.Withdrawn)]
 
 
 async def take_up(
-    s: Server, stream: Stream, placed: Announcement, nodes: tuple[int, int] = (2, 2)
+    s: Server, stream: Stream, placed: messages.Announcement, nodes: tuple[int, int] = (2, 2)
 ) -> None:
     """Accept a placement, and join the job."""
-    assert isinstance(placed, Placed)
-    await s.driver.reports.note_holdings(stream, (Holding(placed.rdzv_id, placed.run, 1),))
-    offer = Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
-    join = Join(stream.node_id, stream.incarnation, placed.run, Settings(*nodes), offer)
+    assert isinstance(placed, messages.Placed)
+    await s.driver.reports.note_holdings(stream, (messages.Holding(placed.rdzv_id, placed.run, 1),))
+    offer = model.Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
+    join = Join(stream.node_id, stream.incarnation, placed.run, model.Settings(*nodes), offer)
     await s.driver.commands.hear(stream, placed.rdzv_id, join)
     await settle()
 
@@ -106,9 +76,9 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
         assert [(n.node_id, n.state) for n in shown.nodes] == [("n1", "waiting"), ("n2", "waiting")]
         for stream in (n1, n2):
             (placed,) = placements(stream)
-            assert placed == Placed("job-7", "sub-1", SPEC)
+            assert placed == messages.Placed("job-7", "sub-1", SPEC)
             await take_up(s, stream, placed)
-        assert all(isinstance(read(stream)[-1], Assignment) for stream in (n1, n2))
+        assert all(isinstance(read(stream)[-1], model.Assignment) for stream in (n1, n2))
         assert (await s.driver.operations.status("job-7")).state == "running"
 
 
@@ -131,7 +101,9 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-7", submission())
         assert (await s.driver.operations.status("job-7")).run_number == 1
-        with pytest.raises(JobExistsError, match=r"a job job-7 already exists, submitted by ada"):
+        with pytest.raises(
+            errors.JobExistsError, match=r"a job job-7 already exists, submitted by ada"
+        ):
             await s.driver.operations.submit_job("job-7", submission("sub-2"))
 
 
@@ -140,10 +112,10 @@ async def test_a_job_that_no_node_could_ever_take_is_refused() -> None:
     async with server() as s:
         await daemons(s, "n1")
         with pytest.raises(
-            InvalidRequestError, match=r"the best match: n1 has zone=a\. Ask for less"
+            errors.InvalidRequestError, match=r"the best match: n1 has zone=a\. Ask for less"
         ):
             await s.driver.operations.submit_job("job-7", submission(labels=(("zone", "b"),)))
-        with pytest.raises(InvalidRequestError, match="n1 has 1 GPU"):
+        with pytest.raises(errors.InvalidRequestError, match="n1 has 1 GPU"):
             await s.driver.operations.submit_job("job-7", submission(gpus_per_node=2))
         assert await s.listed() == []
         # The right one of a server that has just started may be on its way.
@@ -162,7 +134,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "sub-1", 0)
             await s.driver.commands.hear(stream, "job-7", succeed)
-        assert all(isinstance(read(stream)[-1], Closed) for stream in (n1, n2))
+        assert all(isinstance(read(stream)[-1], messages.Closed) for stream in (n1, n2))
         await s.clock.advance(QUIET_MS)
         # The job has ended; its processes may not be gone yet.
         assert [placements(stream) for stream in (n1, n2)] == [[], []]
@@ -181,7 +153,7 @@ async def test_a_node_that_declines_is_replaced() -> None:
         why = "the folder /data is not on this node"
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", why))
         await s.clock.advance(QUIET_MS)
-        assert isinstance(placements(n3)[0], Placed)
+        assert isinstance(placements(n3)[0], messages.Placed)
         shown = (await s.driver.operations.status("job-7")).submission
         assert shown is not None
         assert shown.placed == ("n2", "n3")
@@ -219,9 +191,9 @@ async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await s.driver.operations.submit_job("job-7", submission())
         s.driver.connections.detach(n2)
-        await live(s, DAEMON_RETURN_MS + 1_000, n1, n3)
+        await live(s, model.DAEMON_RETURN_MS + 1_000, n1, n3)
         assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
-        assert isinstance(placements(n3)[0], Placed)
+        assert isinstance(placements(n3)[0], messages.Placed)
 
 
 async def test_what_a_lost_node_had_for_jobs_is_lost_with_it() -> None:
@@ -238,7 +210,7 @@ async def test_a_node_that_comes_back_hears_what_it_has_missed() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         s.driver.connections.detach(n1)
         again = await s.connect("n1", resources=HAS)
-        assert placements(again) == [Placed("job-7", "sub-1", SPEC)]
+        assert placements(again) == [messages.Placed("job-7", "sub-1", SPEC)]
         s.driver.connections.detach(again)
         held = await s.connect("n1", resources=HAS, holdings=HELD)
         assert placements(held) == []
@@ -251,7 +223,7 @@ async def test_a_node_that_holds_what_is_over_is_told_so() -> None:
         s.driver.connections.detach(n1)
         await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
         again = await s.connect("n1", resources=HAS, holdings=HELD)
-        assert placements(again) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
+        assert placements(again) == [messages.Withdrawn("job-7", "sub-1", "the job has stopped")]
 
 
 async def test_stopping_a_job_withdraws_those_who_have_not_joined() -> None:
@@ -260,10 +232,10 @@ async def test_stopping_a_job_withdraws_those_who_have_not_joined() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
         read(n1)
-        assert [type(told) for told in placements(n2)] == [Placed]
+        assert [type(told) for told in placements(n2)] == [messages.Placed]
         await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
-        assert isinstance(read(n1)[-1], Closed)
-        assert placements(n2) == [Withdrawn("job-7", "sub-1", "the job has stopped")]
+        assert isinstance(read(n1)[-1], messages.Closed)
+        assert placements(n2) == [messages.Withdrawn("job-7", "sub-1", "the job has stopped")]
 
 
 @pytest.mark.quick
@@ -275,9 +247,9 @@ async def test_a_server_that_takes_over_goes_on_with_the_queue() -> None:
         await s.driver.operations.submit_job("job-8", submission("sub-2", (1, 1)))
     async with server(store, clock) as s:
         n2, n1 = await s.connect("n2", resources=HAS), await s.connect("n1", resources=HAS)
-        assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
+        assert placements(n1) == [messages.Placed("job-7", "sub-1", SPEC)]
         await s.clock.advance(QUIET_MS)
-        assert placements(n2) == [Placed("job-8", "sub-2", SPEC)]
+        assert placements(n2) == [messages.Placed("job-8", "sub-2", SPEC)]
 
 
 async def test_who_never_comes_back_after_a_take_over_is_replaced() -> None:
@@ -290,7 +262,7 @@ async def test_who_never_comes_back_after_a_take_over_is_replaced() -> None:
         await live(s, 20_000, n2)
         assert placements(n2) == []
         await live(s, 11_000, n2)
-        assert placements(n2) == [Placed("job-7", "sub-1", SPEC)]
+        assert placements(n2) == [messages.Placed("job-7", "sub-1", SPEC)]
 
 
 async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
@@ -306,7 +278,7 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
     async with server(store, clock) as s:
         n1 = s.attach("n1", incarnation=n1.incarnation, resources=HAS)
         resume = Resume("n1", n1.incarnation, "sub-1", 0)
-        belief = Belief("job-7", "sub-1", 0, has_workers=True, commands=(resume,))
+        belief = messages.Belief("job-7", "sub-1", 0, has_workers=True, commands=(resume,))
         await s.driver.recovery.greet(n1, [belief])
         await s.driver.operations.submit_job("job-8", submission("sub-2", (3, 3)))
         await live(s, 35_000, n1)
@@ -339,22 +311,22 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
         assert placements(n1) == []
-        with pytest.raises(UnknownNodeError, match=r"no node n9 .*`rdzvctl nodes`"):
+        with pytest.raises(errors.UnknownNodeError, match=r"no node n9 .*`rdzvctl nodes`"):
             await s.driver.nodes.cordon("n9", "")
         await s.driver.nodes.uncordon("n1")
         await s.clock.advance(QUIET_MS)
-        assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
+        assert placements(n1) == [messages.Placed("job-7", "sub-1", SPEC)]
 
 
 @pytest.mark.quick
 async def test_what_was_not_stored_is_not_cordoned() -> None:
     class Full(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-            raise RendezvousConnectionError("the disk is full")
+            raise errors.RendezvousConnectionError("the disk is full")
 
     async with server(Full()) as s:
         await daemons(s, "n1")
-        with pytest.raises(RendezvousConnectionError, match="the disk is full"):
+        with pytest.raises(errors.RendezvousConnectionError, match="the disk is full"):
             await s.driver.nodes.cordon("n1", "fan")
         assert not s.driver.nodes.summaries()[0].cordoned
 
@@ -371,7 +343,7 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
 async def test_restrictions_that_can_not_be_read_are_left_alone(name: str, why: str) -> None:
     store = MemoryStore()
     await store.swap_document(name, b"[1]", 0)
-    with pytest.raises(RendezvousStateError, match=why):
+    with pytest.raises(errors.RendezvousStateError, match=why):
         async with server(store):
             pass
     assert await store.load_document(name) == (b"[1]", 1)
@@ -380,8 +352,10 @@ async def test_restrictions_that_can_not_be_read_are_left_alone(name: str, why: 
 # ------------------------------------------------------------------ drains
 
 
-def drains(stream: Stream) -> list[DrainNode | UndrainNode]:
-    return [told for told in read(stream) if isinstance(told, DrainNode | UndrainNode)]
+def drains(stream: Stream) -> list[messages.DrainNode | messages.UndrainNode]:
+    return [
+        told for told in read(stream) if isinstance(told, messages.DrainNode | messages.UndrainNode)
+    ]
 
 
 async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Stream]:
@@ -400,7 +374,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         n1, n2, n3 = await running_pair(s)
         shown = await s.driver.nodes.drain("n1", 60_000, "by ada: new kernel", force=True)
         (told,) = drains(n1)
-        assert told == DrainNode(60_000, "drained by ada: new kernel", told.number)  # type: ignore[union-attr]
+        assert told == messages.DrainNode(60_000, "drained by ada: new kernel", told.number)  # type: ignore[union-attr]
         assert (shown.drain, shown.drain_left_ms, shown.cordoned) == ("draining", 60_000, True)
         await s.clock.advance(QUIET_MS)
         (placed,) = placements(n3)
@@ -414,13 +388,15 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         states = {node.node_id: node.state for node in view.nodes}
         assert states == {"n1": "seated", "n2": "seated", "n3": "spare"}
         for left_round in (None, 0):
-            leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "drained", left_round)
+            leave = Leave(
+                "n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "drained", left_round
+            )
             await s.driver.commands.hear(n1, "job-7", leave)
         await s.driver.reports.note_holdings(n1, ())
-        offer = Offer("10.0.0.2", 1, machine="n2", store_port=4712)
-        again = Join("n2", n2.incarnation, "sub-1", Settings(2, 2), offer, left_round=0)
+        offer = model.Offer("10.0.0.2", 1, machine="n2", store_port=4712)
+        again = Join("n2", n2.incarnation, "sub-1", model.Settings(2, 2), offer, left_round=0)
         await s.driver.commands.hear(n2, "job-7", again)
-        line = next(told for told in read(n3) if isinstance(told, Assignment))
+        line = next(told for told in read(n3) if isinstance(told, model.Assignment))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
         assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
         texts = [event_in(row).text for row in await s.driver.operations.history("job-7", 99)]
@@ -437,7 +413,9 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
     async with server(store, clock) as s:
         n1 = await s.connect("n1", resources=HAS)
         (told,) = drains(n1)
-        assert told == DrainNode(60_000 - (clock.now_ms() - number), "drained: fan", number)
+        assert told == messages.DrainNode(
+            60_000 - (clock.now_ms() - number), "drained: fan", number
+        )
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == []
@@ -445,15 +423,15 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         # It is told that it may stay, and gets jobs again.
         assert (await s.driver.nodes.undrain("n1")).drain is None
         await s.clock.advance(QUIET_MS)
-        assert [type(told) for told in read(n1)] == [UndrainNode, Placed]
+        assert [type(told) for told in read(n1)] == [messages.UndrainNode, messages.Placed]
 
 
 @pytest.mark.quick
 async def test_who_was_away_when_its_drain_was_lifted_hears_that_it_may_stay() -> None:
     async with server() as s:
-        told = Draining(60_000, "", number=7, own=False)
+        told = messages.Draining(60_000, "", number=7, own=False)
         n1 = await s.connect("n1", resources=HAS, draining=told)
-        assert drains(n1) == [UndrainNode()]
+        assert drains(n1) == [messages.UndrainNode()]
         n2 = await s.connect("n2", resources=HAS)
         assert drains(n2) == []
 
@@ -465,14 +443,14 @@ async def test_a_second_drain_has_another_deadline_and_a_cordon_lifts_none() -> 
         await s.clock.advance(1_000)
         await s.driver.nodes.drain("n1", 5_000, "fire", force=True)
         first, second = drains(n1)
-        assert isinstance(first, DrainNode)
-        assert isinstance(second, DrainNode)
+        assert isinstance(first, messages.DrainNode)
+        assert isinstance(second, messages.DrainNode)
         assert (second.left_ms, second.reason) == (5_000, "drained: fire")
         assert first.number != second.number
         assert (await s.driver.nodes.cordon("n1", "loud")).drain_reason == "fire"
         assert drains(n1) == []
         assert not (await s.driver.nodes.uncordon("n1")).cordoned
-        assert drains(n1) == [UndrainNode()]
+        assert drains(n1) == [messages.UndrainNode()]
 
 
 async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
@@ -497,7 +475,7 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
                 shown = await s.driver.nodes.undrain(node.node_id)
                 assert (shown.drain, shown.cordoned, shown.cordon_reason) == (None, True, why)
                 assert not shown.cordoned_besides
-            assert drains(node)[-1] == UndrainNode()
+            assert drains(node)[-1] == messages.UndrainNode()
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
         assert "n1 (cordoned): fan; `rdzvctl uncordon` lifts that; n2" in await reason(s, "job-7")
@@ -512,9 +490,9 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
     async with server() as s:
         n1, _, n3 = await running_pair(s)
-        s.driver.reports.take(n1, Draining(30_000, "preempted", 0, own=True))
+        s.driver.reports.take(n1, messages.Draining(30_000, "preempted", 0, own=True))
         await s.clock.advance(QUIET_MS)
-        assert isinstance(placements(n3)[0], Placed)
+        assert isinstance(placements(n3)[0], messages.Placed)
         assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
         shown = s.driver.nodes.summaries(["n1"])[0]
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
@@ -526,7 +504,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         age_ms = shown.drain_age_ms
         assert age_ms is not None
         await s.clock.advance(5_000)
-        s.driver.fleet.note_draining("n1", Draining(25_000, "preempted", 0, own=True))
+        s.driver.fleet.note_draining("n1", messages.Draining(25_000, "preempted", 0, own=True))
         assert s.driver.nodes.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
         # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
@@ -538,7 +516,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
-            s.driver.reports.take(node, Draining(left_ms, "preempted", 0, own=True))
+            s.driver.reports.take(node, messages.Draining(left_ms, "preempted", 0, own=True))
             await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
         shown = s.driver.nodes.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
@@ -552,12 +530,12 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         (placed,) = placements(n1)
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, messages.Placed)
         await s.driver.nodes.drain("n1", 60_000, "by ada", force=True)
         await s.clock.advance(QUIET_MS)
         (taken,) = placements(n1)
-        assert taken == Withdrawn("job-7", "sub-1", "n1: by ada")
-        assert isinstance(placements(n2)[0], Placed)
+        assert taken == messages.Withdrawn("job-7", "sub-1", "n1: by ada")
+        assert isinstance(placements(n2)[0], messages.Placed)
 
 
 async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
@@ -565,7 +543,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
         _, _, n3 = await running_pair(s)
         assert (await s.driver.nodes.drain("n3", 1_000, "roll")).drain == "drained"
         with pytest.raises(
-            TooFewNodesError,
+            errors.TooFewNodesError,
             match=(
                 r"^job-7 would have 1 of the 2 nodes that it needs, and 0 others free for it: it "
                 r"stops until others are free$"
@@ -578,7 +556,7 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
         # n3 would be placed for it.
         assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
         # And it is, for n1: there is none for n2.
-        with pytest.raises(TooFewNodesError):
+        with pytest.raises(errors.TooFewNodesError):
             await s.driver.nodes.drain("n2", 1_000, "roll")
 
 
@@ -586,7 +564,7 @@ async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
     async with server() as s:
         await running_pair(s)
         await s.driver.nodes.cordon("n3", "broken fan")
-        with pytest.raises(TooFewNodesError, match="and 0 others free for it"):
+        with pytest.raises(errors.TooFewNodesError, match="and 0 others free for it"):
             await s.driver.nodes.drain("n1", 1_000, "roll")
 
 
@@ -597,7 +575,9 @@ async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
         await s.join(n3)
         s.driver.connections.detach(n2)
         await settle()
-        with pytest.raises(TooFewNodesError, match="would have 1 of the 2 nodes that it needs"):
+        with pytest.raises(
+            errors.TooFewNodesError, match="would have 1 of the 2 nodes that it needs"
+        ):
             await s.driver.nodes.drain("n1", 1_000, "roll")
         assert drains(n1) == []
         await s.join(await s.connect("n4"))
@@ -612,7 +592,7 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
         short = (
             "^job-7 would have 1 of the 2 nodes that it needs: it stops, and ends unless others "
         )
-        with pytest.raises(TooFewNodesError, match=short):
+        with pytest.raises(errors.TooFewNodesError, match=short):
             await s.driver.nodes.drain("n1", 1_000, "roll")
         n3 = await s.connect("n3")
         await s.join(n3)
@@ -625,14 +605,14 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
 async def test_what_was_not_stored_is_not_drained() -> None:
     class Full(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
-            raise RendezvousConnectionError("the disk is full")
+            raise errors.RendezvousConnectionError("the disk is full")
 
     async with server(Full()) as s:
         (n1,) = await daemons(s, "n1")
-        with pytest.raises(RendezvousConnectionError, match="the disk is full"):
+        with pytest.raises(errors.RendezvousConnectionError, match="the disk is full"):
             await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
         assert drains(n1) == []
-        with pytest.raises(UnknownNodeError, match="no node n9"):
+        with pytest.raises(errors.UnknownNodeError, match="no node n9"):
             await s.driver.nodes.drain("n9", 1_000, "fan", force=True)
 
 
@@ -641,13 +621,13 @@ async def test_what_was_stored_after_all_is_told() -> None:
     class Unsure(MemoryStore):
         async def swap_document(self, name: str, data: bytes, revision: int) -> int:
             await super().swap_document(name, data, revision)
-            raise RendezvousConnectionError("no answer")
+            raise errors.RendezvousConnectionError("no answer")
 
     async with server(Unsure()) as s:
         (n1,) = await daemons(s, "n1")
-        with pytest.raises(RendezvousConnectionError, match="no answer"):
+        with pytest.raises(errors.RendezvousConnectionError, match="no answer"):
             await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
-        assert [type(told) for told in drains(n1)] == [DrainNode]
+        assert [type(told) for told in drains(n1)] == [messages.DrainNode]
         assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
 
 
@@ -660,7 +640,7 @@ async def test_while_the_store_is_away_nothing_is_placed() -> None:
         assert placements(n1) == []
         store.away, store.next_write = None, ""
         await s.clock.advance(3_000)
-        assert placements(n1) == [Placed("job-7", "sub-1", SPEC)]
+        assert placements(n1) == [messages.Placed("job-7", "sub-1", SPEC)]
 
 
 async def test_while_a_placement_is_in_doubt_its_nodes_are_given_to_nobody_else() -> None:
@@ -688,8 +668,8 @@ async def test_a_new_instance_of_a_node_is_placed_once_its_former_self_is_lost()
         s.driver.connections.detach(n1)
         again = await s.connect("n1", instance="two", resources=HAS)
         await s.clock.advance(QUIET_MS)
-        placed = Placed("job-7", "sub-1", SPEC)
-        assert [told for told in placements(again) if isinstance(told, Placed)] == [placed]
+        placed = messages.Placed("job-7", "sub-1", SPEC)
+        assert [told for told in placements(again) if isinstance(told, messages.Placed)] == [placed]
 
 
 async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
@@ -701,9 +681,11 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
         read(n1)
         s.driver.placer.stopped = True
         for left_round in (None, 0):
-            leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", left_round)
+            leave = Leave(
+                "n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "SIGTERM", left_round
+            )
             await s.driver.commands.hear(n1, "job-7", leave)
-        assert placements(n1) == [Withdrawn("job-7", "sub-1", "SIGTERM")]
+        assert placements(n1) == [messages.Withdrawn("job-7", "sub-1", "SIGTERM")]
 
 
 async def test_who_lets_go_of_a_job_before_it_has_joined_is_placed_anew() -> None:
@@ -712,10 +694,10 @@ async def test_who_lets_go_of_a_job_before_it_has_joined_is_placed_anew() -> Non
         n1, _ = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission())
         (placed,) = placements(n1)
-        await s.driver.reports.note_holdings(n1, (Holding("job-7", "sub-1", 1),))
+        await s.driver.reports.note_holdings(n1, (messages.Holding("job-7", "sub-1", 1),))
         await s.driver.reports.note_holdings(n1, ())
         reason = "nothing of the job is left on it"
-        assert placements(n1) == [Withdrawn("job-7", "sub-1", reason)]
+        assert placements(n1) == [messages.Withdrawn("job-7", "sub-1", reason)]
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == [placed]
 
@@ -728,9 +710,9 @@ async def test_who_lets_go_of_a_job_that_it_has_joined_is_in_it_no_more() -> Non
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
         await s.driver.reports.note_holdings(n1, ())
-        over = next(said for said in read(n2) if isinstance(said, RoundOver))
+        over = next(said for said in read(n2) if isinstance(said, messages.RoundOver))
         assert over.end.reason == "n1: nothing of the job is left on it"
-        assert (await s.states())["n1"] is NodeState.LOST
+        assert (await s.states())["n1"] is model.NodeState.LOST
 
 
 async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
@@ -739,12 +721,12 @@ async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
-        leave = Leave("n1", n1.incarnation, "sub-1", LeaveCause.SIGNAL, "SIGTERM", 0)
+        leave = Leave("n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "SIGTERM", 0)
         await s.driver.commands.hear(n1, "job-7", leave)
         read(n1)
         await s.driver.reports.note_holdings(n1, ())
         assert placements(n1) == []
-        assert (await s.states())["n1"] is NodeState.LEFT
+        assert (await s.states())["n1"] is model.NodeState.LEFT
 
 
 async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of_before() -> None:
@@ -757,20 +739,24 @@ async def test_who_is_told_that_its_run_is_over_gives_back_its_place_in_a_run_of
         (n1,) = await daemons(s, "n1")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        assert isinstance(read(n1)[-1], Assignment)
+        assert isinstance(read(n1)[-1], model.Assignment)
     async with server(store, clock) as s:
         resume = Resume("n1", n1.incarnation, "sub-9", 0)
-        belief = Belief("job-7", "sub-9", 0, has_workers=True, commands=(resume,))
-        holding = Holding("job-7", "sub-9", 1)
-        known = {"resources": HAS, "incarnation": n1.incarnation, "holdings": Holdings((holding,))}
+        belief = messages.Belief("job-7", "sub-9", 0, has_workers=True, commands=(resume,))
+        holding = messages.Holding("job-7", "sub-9", 1)
+        known = {
+            "resources": HAS,
+            "incarnation": n1.incarnation,
+            "holdings": messages.Holdings((holding,)),
+        }
         stream = await s.connect("n1", belief, **known)
         heard = read(stream)
-        assert next(said for said in heard if isinstance(said, Closed)).run == "sub-9"
-        assert (await s.states())["n1"] is NodeState.LOST
+        assert next(said for said in heard if isinstance(said, messages.Closed)).run == "sub-9"
+        assert (await s.states())["n1"] is model.NodeState.LOST
         # Once it has nothing left of what it held, it accepts its present placement.
         await s.driver.reports.note_holdings(stream, ())
         await live(s, 31_000, stream)
-        assert Placed("job-7", "sub-1", SPEC) in read(stream)
+        assert messages.Placed("job-7", "sub-1", SPEC) in read(stream)
 
 
 async def test_a_job_that_is_scaled_up_grows_and_scaled_down_gives_back() -> None:
@@ -780,10 +766,10 @@ async def test_a_job_that_is_scaled_up_grows_and_scaled_down_gives_back() -> Non
         await take_up(s, n1, placements(n1)[0], (1, 1))
         await s.driver.operations.obey("job-7", Scale("sub-1", 1, 2, "scaled"))
         await s.clock.advance(QUIET_MS)
-        assert isinstance(placements(n2)[0], Placed)
+        assert isinstance(placements(n2)[0], messages.Placed)
         await s.driver.operations.obey("job-7", Scale("sub-1", 1, 1, "scaled"))
         await s.clock.advance(QUIET_MS)
-        assert placements(n2) == [Withdrawn("job-7", "sub-1", "the job was scaled down")]
+        assert placements(n2) == [messages.Withdrawn("job-7", "sub-1", "the job was scaled down")]
 
 
 async def test_nodes_are_shown_with_their_jobs() -> None:
@@ -792,7 +778,7 @@ async def test_nodes_are_shown_with_their_jobs() -> None:
         await s.connect("n4")
         await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
-        await s.driver.reports.note_holdings(n3, (Holding("old", "r", 1),))
+        await s.driver.reports.note_holdings(n3, (messages.Holding("old", "r", 1),))
         shown = {n.node_id: n for n in s.driver.nodes.summaries()}
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n1"].jobs] == [("job-7", 1, "waiting")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n2"].jobs] == [("job-7", 1, "placed")]
@@ -812,7 +798,7 @@ FULL = (FailingCheck("disk /data", "has 1 % free"),)
 async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> None:
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        s.driver.reports.take(n1, Health(FULL))
+        s.driver.reports.take(n1, messages.Health(FULL))
         await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
             "needs 2 nodes, 1 is free (n2); if all other jobs had ended it would still lack "
@@ -821,18 +807,18 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         await s.clock.advance(500)
         shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
-        s.driver.reports.take(n1, Health())
+        s.driver.reports.take(n1, messages.Health())
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() -> None:
     async with server() as s:
-        (n1,) = await daemons(s, "n1", health=Health(FULL))
+        (n1,) = await daemons(s, "n1", health=messages.Health(FULL))
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert "n1 (unhealthy): disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
-        await daemons(s, "n1", health=Health(FULL))
+        await daemons(s, "n1", health=messages.Health(FULL))
         (shown,) = s.driver.nodes.summaries()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
@@ -844,18 +830,18 @@ async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() ->
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
-        assert isinstance(placements(n1)[0], Placed)
-        s.driver.reports.take(n1, Health(FULL))
+        assert isinstance(placements(n1)[0], messages.Placed)
+        s.driver.reports.take(n1, messages.Health(FULL))
         await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
         status = (await s.driver.operations.status("job-7")).submission
         assert status is not None
         assert (status.placed, status.declined) == (("n2",), ())
         await s.driver.commands.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
-        s.driver.reports.take(n1, Health())
+        s.driver.reports.take(n1, messages.Health())
         await s.clock.advance(QUIET_MS)
         assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
-        assert isinstance(placements(n1)[-1], Placed)
+        assert isinstance(placements(n1)[-1], messages.Placed)
 
 
 async def test_who_has_a_seat_declines_nothing_for_now() -> None:
@@ -870,16 +856,16 @@ async def test_who_has_a_seat_declines_nothing_for_now() -> None:
 
 async def test_an_operator_has_a_node_look_again() -> None:
     async with server() as s:
-        (n1,) = await daemons(s, "n1", health=Health(FULL))
+        (n1,) = await daemons(s, "n1", health=messages.Health(FULL))
         await s.driver.nodes.uncordon("n1")
-        assert LookAgain() in read(n1)
+        assert messages.LookAgain() in read(n1)
 
 
 async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None:
     """It is unknown how long this lasts: three idle nodes should not wait for a repair."""
     async with server() as s:
         n1, n2, _ = await daemons(s, "n1", "n2", "n3")
-        s.driver.reports.take(n1, Health(FULL))
+        s.driver.reports.take(n1, messages.Health(FULL))
         await live(s, 40_000, n1, n2)
         await s.driver.operations.submit_job("large", submission(nodes=(3, 3)))
         await s.driver.operations.submit_job("small", submission("sub-2", nodes=(1, 1)))

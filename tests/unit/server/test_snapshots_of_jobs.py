@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rdzv.core import model
 from rdzv.core.events import RoundCompleted
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.model import (
-    Assignment,
-    Ended,
-    Offer,
-    Participant,
-    Result,
-    Round,
-    Snapshot,
-    SnapshotMark,
-)
 from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
 from rdzv.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
@@ -34,12 +25,12 @@ pytestmark = pytest.mark.slow
 SAME_MACHINE = "all nodes are on one machine, and of one topology"
 
 
-def mark(step: int, lineage: int = 0, world_size: int = 4) -> SnapshotMark:
-    return SnapshotMark(lineage, step, "a", 2, world_size)
+def mark(step: int, lineage: int = 0, world_size: int = 4) -> model.SnapshotMark:
+    return model.SnapshotMark(lineage, step, "a", 2, world_size)
 
 
-def holds(shard: int, *marks: SnapshotMark, run: str = "run-1") -> SnapshotsHeld:
-    held = tuple(Snapshot(n, one, shard, 1_000) for n, one in enumerate(marks))
+def holds(shard: int, *marks: model.SnapshotMark, run: str = "run-1") -> SnapshotsHeld:
+    held = tuple(model.Snapshot(n, one, shard, 1_000) for n, one in enumerate(marks))
     return SnapshotsHeld("job-7", run, held)
 
 
@@ -49,7 +40,7 @@ def heard(stream: Stream) -> list[Announcement]:
     return [replace(one, whole_ms=0) for one in told]
 
 
-def whole(s: Server) -> SnapshotMark | None:
+def whole(s: Server) -> model.SnapshotMark | None:
     return s.snapshots("job-7").whole
 
 
@@ -85,7 +76,7 @@ async def test_nothing_is_known_of_a_job_that_has_ended() -> None:
         state = s.driver.jobs.peek("job-7")
         assert state is not None and state.membership.round is not None
         held = replace(state.membership, round=replace(state.membership.round, snapshot=mark(40)))
-        over = replace(held, ended=Ended(Result.SUCCEEDED, "all workers exited 0", 7))
+        over = replace(held, ended=model.Ended(model.Result.SUCCEEDED, "all workers exited 0", 7))
         tracking = SnapshotTracking(lambda _node, _said: True)
         assert tracking.shown(replace(state, membership=held)).whole == mark(40)
         assert tracking.shown(replace(state, membership=over)) == SnapshotsKnown()
@@ -109,7 +100,7 @@ async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
         s.driver.connections.detach(n1)
         s.driver.reports.take(n2, holds(1, mark(40)))
         assert heard(n2) == whole_at(40)
-        line = next(one for one in [*read(n1), A_LINE] if isinstance(one, Assignment))
+        line = next(one for one in [*read(n1), A_LINE] if isinstance(one, model.Assignment))
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         s.driver.reports.take(n1, holds(0, mark(40)))
         assert heard(n1) == whole_at(40)
@@ -123,7 +114,7 @@ async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
 
 def saved(shard: int, *steps: int) -> SnapshotsHeld:
     """What one rank holds in its two slots."""
-    held = tuple(Snapshot(0, mark(step), shard, 1_000) for step in steps)
+    held = tuple(model.Snapshot(0, mark(step), shard, 1_000) for step in steps)
     return SnapshotsHeld("job-7", "run-1", held)
 
 
@@ -232,15 +223,17 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
 def test_a_round_says_what_is_loaded_or_why_nothing_is(
     loads: int, why_not: WhyNotLoaded | None, said: str
 ) -> None:
-    participants = (Participant("n1", 1, Offer("h", local_world_size=2), 0, 0, 2),)
-    round_ = Round(1, participants, "h", 1, True, 0, 5, snapshot=mark(40), snapshot_loads=loads)
+    participants = (model.Participant("n1", 1, model.Offer("h", local_world_size=2), 0, 0, 2),)
+    round_ = model.Round(
+        1, participants, "h", 1, True, 0, 5, snapshot=mark(40), snapshot_loads=loads
+    )
     fields = fields_in(written(RoundCompleted(round_, not_loaded=why_not)))
     assert fields is not None
     text = sentence_of("RoundCompleted", fields)
     assert text == f"round 1 complete: n1=0..1, world_size 2, MASTER h:1{said}"
 
 
-A_LINE = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
+A_LINE = model.Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
 
 
 async def test_a_server_that_takes_over_learns_it_again() -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from rdzv import errors
 from rdzv.core.commands import Succeed
 from rdzv.core.evidence.collectives import FINISHED, CollectiveRecord, GroupRecord
 from rdzv.core.evidence.stacks import (
@@ -15,14 +16,6 @@ from rdzv.core.evidence.stacks import (
     StackFrame,
     ThreadStack,
     WorkerStack,
-)
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    UnknownJobError,
 )
 from rdzv.messages import Stacks, TakeStacks
 from rdzv.server.diagnosis import stack_archive
@@ -200,7 +193,7 @@ async def test_so_many_may_ask_at_once_and_no_more(monkeypatch: pytest.MonkeyPat
     async with server() as s:
         n1, n2 = await s.pair()
         first, second = await ask(s), await ask(s)
-        with pytest.raises(LimitExceededError, match="try again"):
+        with pytest.raises(errors.LimitExceededError, match="try again"):
             await second.report()
         await say(s, n1)
         await say(s, n2)
@@ -212,26 +205,26 @@ async def test_a_server_that_stops_says_so() -> None:
     async with server() as s:
         await s.pair()
         asking = await ask(s)
-        s.driver.close_streams(RendezvousConnectionError("stopping"))
-        with pytest.raises(RendezvousConnectionError, match="no longer serves"):
+        s.driver.close_streams(errors.RendezvousConnectionError("stopping"))
+        with pytest.raises(errors.RendezvousConnectionError, match="no longer serves"):
             await asking.report()
 
 
 async def test_what_can_not_be_had_is_refused_with_the_reason() -> None:
     async with server() as s:
-        with pytest.raises(UnknownJobError):
+        with pytest.raises(errors.UnknownJobError):
             await (await ask(s)).report()
         n1, n2 = await s.pair()
         for run, number, error, words in (
-            ("run-9", None, RendezvousClosedError, "run run-9 of job-7 has ended"),
-            ("", 5, InvalidRequestError, "no stacks of round 5 .* in round 0 now"),
+            ("run-9", None, errors.RendezvousClosedError, "run run-9 of job-7 has ended"),
+            ("", 5, errors.InvalidRequestError, "no stacks of round 5 .* in round 0 now"),
         ):
             with pytest.raises(error, match=words):
                 await (await ask(s, number, run)).report()
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
             await s.driver.commands.hear(stream, "job-7", succeed)
-        with pytest.raises(InvalidRequestError, match="has no workers now"):
+        with pytest.raises(errors.InvalidRequestError, match="has no workers now"):
             await (await ask(s)).report()
 
 
@@ -258,11 +251,11 @@ async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> 
         assert await (await ask(s, 5)).report() == report(5, at_ms=99)
         await s.driver.commands.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
         assert await (await ask(s)).report() == report(5, at_ms=99)
-        with pytest.raises(InvalidRequestError, match="those of round 3, 5 are"):
+        with pytest.raises(errors.InvalidRequestError, match="those of round 3, 5 are"):
             await (await ask(s, 4)).report()
         await s.driver.operations.forget("job-7")
         await s.join(await s.connect("n2"), (1, 1))
-        with pytest.raises(InvalidRequestError, match="no round of this run has hung"):
+        with pytest.raises(errors.InvalidRequestError, match="no round of this run has hung"):
             await (await ask(s, 3)).report()
 
 
@@ -304,10 +297,10 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
 
         async def lost(name: str, data: bytes, revision: int) -> int:
             await whole(name, data, revision)
-            raise RendezvousConnectionError("no answer")
+            raise errors.RendezvousConnectionError("no answer")
 
         monkeypatch.setattr(store, "swap_document", lost)
-        with pytest.raises(RendezvousError):
+        with pytest.raises(errors.RendezvousError):
             await s.driver.diagnosis.stack_archive.keep(report(3))
         monkeypatch.setattr(store, "swap_document", whole)
         assert await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3) == report(3)

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
+from rdzv import errors
 from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.commands import Fail, Join, Leave, Succeed
 from rdzv.core.model import Assignment, Ended, EndedRun, LeaveCause, Offer, Result, Settings
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    UnknownJobError,
-)
 from rdzv.messages import LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
 from rdzv.server.diagnosis.worker_logs import WAIT_MS, by_node
 from rdzv.server.sessions.streams import Stream
@@ -38,7 +31,7 @@ class Reading:
     def __init__(self, s: Server, wanted: LogsWanted) -> None:
         self._lines = s.driver.operations.read_logs("job-7", wanted)
         self.found: list[LogLines] = []
-        self.error: RendezvousError | None = None
+        self.error: errors.RendezvousError | None = None
         self.ended = False
         self.may_take = asyncio.Event()
         self.may_take.set()
@@ -50,7 +43,7 @@ class Reading:
                 self.found.append(lines)
                 await self.may_take.wait()
             self.ended = True
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             self.error = error
         finally:
             await self._lines.aclose()
@@ -190,7 +183,7 @@ async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> Non
         reading = await begin(s, round=0)
         for stream in (n1, n2):
             await answer(s, stream, asked(stream), last=True)
-        assert isinstance(reading.error, InvalidRequestError)
+        assert isinstance(reading.error, errors.InvalidRequestError)
         assert "job-7-run-1/NODE_ID/round_0 in its --log-dir" in str(reading.error)
 
 
@@ -198,13 +191,13 @@ async def test_what_nobody_has_is_an_error_that_says_where_else_to_look() -> Non
 @pytest.mark.parametrize(
     ("wanted", "error", "text"),
     [
-        (LogsWanted(rank=4), InvalidRequestError, "its RANKs are 0 to 3"),
-        (LogsWanted(round=1), InvalidRequestError, "has had no round 1; its last is 0"),
-        (LogsWanted(run="run-0"), RendezvousClosedError, "run run-0 of job-7 has ended"),
+        (LogsWanted(rank=4), errors.InvalidRequestError, "its RANKs are 0 to 3"),
+        (LogsWanted(round=1), errors.InvalidRequestError, "has had no round 1; its last is 0"),
+        (LogsWanted(run="run-0"), errors.RendezvousClosedError, "run run-0 of job-7 has ended"),
     ],
 )
 async def test_what_can_not_be_is_refused(
-    wanted: LogsWanted, error: type[RendezvousError], text: str
+    wanted: LogsWanted, error: type[errors.RendezvousError], text: str
 ) -> None:
     async with server() as s:
         await pair(s)
@@ -218,7 +211,7 @@ async def test_what_can_not_be_is_refused(
 async def test_a_job_without_a_round_has_nothing_but_can_be_followed() -> None:
     async with server() as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
-        assert isinstance((await begin(s)).error, UnknownJobError)
+        assert isinstance((await begin(s)).error, errors.UnknownJobError)
         await s.join(n1)
         assert "has had no round yet" in str((await begin(s)).error)
         reading = await begin(s, follow=True, rank=2)
@@ -550,7 +543,7 @@ async def test_readers_are_bounded_and_leave_nothing_behind(
         requests = asked(n1).request, asked(n2).request
         assert readers(s) == (1, 2)
         second = await begin(s)
-        assert isinstance(second.error, LimitExceededError)
+        assert isinstance(second.error, errors.LimitExceededError)
         assert "which is the limit" in str(second.error)
         await reading.stop()
         assert readers(s) == (0, 0)
@@ -562,11 +555,11 @@ async def test_readers_end_when_the_server_does() -> None:
     async with server() as s:
         await pair(s)
         reading = await begin(s, follow=True)
-        s.driver.close_streams(RendezvousConnectionError("another leads"))
+        s.driver.close_streams(errors.RendezvousConnectionError("another leads"))
         await settle()
-        assert isinstance(reading.error, RendezvousConnectionError)
+        assert isinstance(reading.error, errors.RendezvousConnectionError)
         assert readers(s)[0] == 0
-        assert isinstance((await begin(s)).error, RendezvousConnectionError)
+        assert isinstance((await begin(s)).error, errors.RendezvousConnectionError)
 
 
 @pytest.mark.quick

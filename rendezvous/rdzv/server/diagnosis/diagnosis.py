@@ -44,7 +44,6 @@ class Diagnosis:
         self.stragglers.rounds.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
-        """Stop waiting for answers from a node whose stream has ended."""
         self.logs.note_gone(node_id)
         self.stacks.note_gone(node_id)
         self.snapshots.note_gone(node_id)

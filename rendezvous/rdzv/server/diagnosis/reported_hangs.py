@@ -64,12 +64,6 @@ class ReportedHangs:
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, state: State, node_id: str, said: Hung) -> None:
-        """Record a node's report of hanging workers in the live round.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
         participant = participant_of(state.membership.live_round, node_id)
         assert participant is not None
         _check_own(participant.ranks, node_id, said)
@@ -82,13 +76,11 @@ class ReportedHangs:
         self._note_node(episode, node_id, said, len(state.seats))
 
     def note_state(self, state: State) -> None:
-        """React to a job's new state by ending its episode if the round is over."""
         episode = self._episodes.get(state.membership.rdzv_id)
         if episode is not None and not state.membership.is_live(episode.run, episode.round):
             self._end(episode)
 
     def shown(self, rdzv_id: str) -> str:
-        """Return a description of a job's currently hanging workers; empty if none hangs."""
         episode = self._episodes.get(rdzv_id)
         if episode is None or not episode.hung:
             return ""
@@ -96,7 +88,6 @@ class ReportedHangs:
 
     @property
     def episodes(self) -> int:
-        """The number of rounds in which workers are hanging."""
         return len(self._episodes)
 
     def close(self) -> None:
@@ -132,7 +123,6 @@ class ReportedHangs:
             episode.all_told.set()
 
     def _present(self, episode: _Episode) -> State | None:
-        """Return the job's state, or None if this episode is over."""
         if self._episodes.get(episode.rdzv_id) is not episode:
             return None
         state = self._driver.jobs.peek(episode.rdzv_id)
@@ -153,7 +143,6 @@ class ReportedHangs:
             self._end(episode)
 
     async def _gather(self, episode: _Episode) -> None:
-        """Wait a moment for the other nodes' reports."""
         timer = Timer(self._driver.clock, lambda _: episode.all_told.set())
         timer.arm(self._driver.clock.now_ms() + GATHER_MS)
         try:
@@ -223,7 +212,6 @@ def _check_own(ranks: range, node_id: str, said: Hung) -> None:
 
 
 def _failure(state: State, episode: _Episode, report: Report | None, why: str, now_ms: int) -> Fail:
-    """Return the command that reports a failure for a node that has only reported a hang."""
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:

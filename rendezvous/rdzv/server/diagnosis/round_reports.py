@@ -48,12 +48,10 @@ class LiveRounds(Generic[T]):
         return len(self._known)
 
     def find(self, state: State) -> T | None:
-        """Return the record of a job's live round, if there is one."""
         run, number, record = self._known.get(state.membership.rdzv_id, ("", 0, None))
         return record if state.membership.is_live(run, number) else None
 
     def begun(self, state: State) -> T:
-        """Return the record of a job's live round, beginning it if there is none."""
         if (record := self.find(state)) is None:
             membership, round_ = state.membership, state.membership.live_round
             assert round_ is not None
@@ -79,12 +77,6 @@ class ProgressBoard:
         self.rounds: LiveRounds[_Progress] = LiveRounds(_Progress)
 
     def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        """Record a node's progress in the live round.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
         known, round_ = self.rounds.begun(state), state.membership.live_round
         if known.round is not round_ and round_ is not None:
             # An adopted node has replaced a placeholder.
@@ -119,8 +111,6 @@ class ProgressBoard:
 
 
 class _Progress:
-    """The progress that the nodes in one round have reported."""
-
     def __init__(self, round_: Round) -> None:
         self.round = round_
         self.ranks = _ranks(round_)
@@ -163,7 +153,6 @@ class StepMilestones:
         """The node that was the first to report a collective."""
 
     def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        """Record a node's progress in the live round specified in its report."""
         if not said.ranks:
             return
         best = max(said.ranks, key=lambda one: one.step)
@@ -183,7 +172,6 @@ class StepMilestones:
             self._tell(said.rdzv_id, events)
 
     def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
-        """Record that a node's workers have entered collectives in the live round."""
         first = self._collectives.begun(state)
         if not first:
             first.add(node_id)
@@ -191,7 +179,6 @@ class StepMilestones:
             self._tell(said.rdzv_id, (event,))
 
     def note_state(self, state: State, now_ms: int) -> None:
-        """React to a job's new state by recording the last step of a round that is over."""
         self._collectives.tidy(state)
         if (over := self._rounds.tidy(state)) is None:
             return
@@ -235,8 +222,6 @@ class Starts:
 
 @dataclass(slots=True)
 class _Starts:
-    """The reports in one round, by node_id."""
-
     said: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
     not_loaded: set[str] = field(default_factory=set)
     """The nodes, or the first few of them, that have not loaded some snapshots."""
@@ -259,10 +244,6 @@ class WorkerStarts:
         """Record how a node's workers were started for the live round.
 
         Return whether the report is new.
-
-        Raises:
-            InvalidRequestError: the report does not name exactly the workers that the node has.
-
         """
         round_ = state.membership.live_round
         participant = participant_of(round_, node_id)
@@ -292,7 +273,6 @@ class WorkerStarts:
         return known is not None and all(p.node_id in known.forks for p in round_.participants)
 
     def shown(self, state: State) -> Mapping[str, Starts]:
-        """Return how each node's workers were started for the live round, as far as known."""
         known = self.rounds.find(state)
         return {node_id: _counted(one) for node_id, one in known.said.items()} if known else {}
 

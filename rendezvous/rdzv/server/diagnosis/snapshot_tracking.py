@@ -78,7 +78,6 @@ class Copying:
                 self._begin(mark, held)
 
     def send_orders(self, send: Callable[[str, Announcement], bool]) -> None:
-        """Send the orders that have not been sent yet, as far as keepers have streams."""
         for keeper, order in self._orders.items():
             if keeper not in self._sent and send(keeper, order):
                 self._sent.add(keeper)
@@ -169,7 +168,6 @@ class SnapshotTracking:
     """The snapshots of one server's jobs."""
 
     def __init__(self, send: Callable[[str, Announcement], bool]) -> None:
-        """Use `send` to send messages to nodes; it returns whether the node has a stream."""
         self._send = send
         self._jobs: dict[str, _Job] = {}
         self._told: dict[str, dict[str, tuple[int, SnapshotMark, SnapshotMark | None]]] = {}

@@ -35,8 +35,6 @@ class _Document(msgspec.Struct, frozen=True):
 
 @struct(frozen=True)
 class _Place:
-    """A description of a slot, without the stacks."""
-
     name: str
     rdzv_id: str = ""
     """The job whose stacks are in the slot; empty if the slot is free."""
@@ -54,35 +52,18 @@ class StackArchive:
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
-        """Store stacks, replacing older ones if necessary; each round keeps only its latest stacks.
-
-        Raises:
-            RendezvousError: the stacks were not stored.
-
-        """
+        """Store stacks; each round keeps only its latest."""
         async with self._lock:
             place = _place_for(report, await self._known())
             await self._write(place, report)
 
     async def rounds(self, rdzv_id: str, run: str) -> tuple[int, ...]:
-        """Return the rounds of a run whose stacks are kept.
-
-        Raises:
-            RendezvousError: the store is unavailable.
-
-        """
         async with self._lock:
             known = (await self._known()).values()
             found = {p.round for p in known if (p.rdzv_id, p.run) == (rdzv_id, run)}
             return tuple(sorted(found))
 
     async def find(self, rdzv_id: str, run: str, round_: int) -> Report | None:
-        """Return the stacks of a round, if any are kept.
-
-        Raises:
-            RendezvousError: the store is unavailable.
-
-        """
         async with self._lock:
             for place in (await self._known()).values():
                 if (place.rdzv_id, place.run, place.round) == (rdzv_id, run, round_):
@@ -91,12 +72,6 @@ class StackArchive:
         return None
 
     async def forget(self, rdzv_id: str) -> None:
-        """Delete a job's stacks.
-
-        Raises:
-            RendezvousError: some of the stacks may still be stored.
-
-        """
         async with self._lock:
             for place in tuple((await self._known()).values()):
                 if place.rdzv_id == rdzv_id:

@@ -136,14 +136,7 @@ class StackRelay:
         return len(self._takings)
 
     async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
-        """Collect the stacks of the live round's workers, waiting at most `within_ms` if given.
-
-        Raises:
-            InvalidRequestError: no round is live.
-            LimitExceededError: too many collections are running.
-            RendezvousConnectionError: this server no longer serves.
-
-        """
+        """Collect the stacks of the live round's workers, waiting at most `within_ms` if given."""
         membership, round_ = state.membership, state.membership.round
         if membership.ended is not None or round_ is None or not round_.live:
             raise InvalidRequestError(f"{membership.rdzv_id} has no workers now: no round is live")
@@ -181,7 +174,6 @@ class StackRelay:
         return _report(taking, membership.rdzv_id, membership.run, round_, at_ms, reason)
 
     def take_in(self, node_id: str, said: Stacks) -> None:
-        """Add stacks from a node; drop stacks that no collection is waiting for."""
         taking = self._takings.get(said.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:
@@ -197,7 +189,6 @@ class StackRelay:
             taking.end(node_id, "its stream ended before it had answered")
 
     def close(self) -> None:
-        """End all waits with an error."""
         self._closed = True
         for taking in self._takings.values():
             taking.done.set()

@@ -88,7 +88,6 @@ class ArrivalBoard:
         self._groups: dict[str, _Group] = {}
 
     def note(self, node_id: str, said: messages.Arrivals) -> None:
-        """Add a node's report."""
         for group in said.groups:
             if group.group in self._groups or len(self._groups) < MAX_GROUPS:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
@@ -102,8 +101,6 @@ class ArrivalBoard:
 
 @dataclass(slots=True)
 class _Job:
-    """What is known about the workers in one round."""
-
     round: int
     nodes: dict[int, str]
     """The node_id for each RANK. It is computed only once, because hundreds of reports per second
@@ -124,7 +121,6 @@ class Stragglers:
     """The stragglers in one server's jobs."""
 
     def __init__(self, after_ms: int, tell: Tell) -> None:
-        """Call `tell` when a worker has straggled for `after_ms` and when it has caught up."""
         self._after_ms = after_ms
         self._tell = tell
         self.rounds: LiveRounds[_Job] = LiveRounds(lambda one: _Job(one.number, _nodes(one)))
@@ -154,10 +150,6 @@ class Stragglers:
         """Record when a node's workers entered collectives, and compare all nodes' entries if due.
 
         Return whether the stragglers have changed.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
         """
         job = self._job(state, now_ms)
         for group in said.groups:
@@ -173,7 +165,6 @@ class Stragglers:
         return self._tell_changes(state, job, before)
 
     def _job(self, state: State, now_ms: int) -> _Job:
-        """Return what is known about a job's live round."""
         job = self.rounds.begun(state)
         if job.compared_ms is None:
             job.compared_ms = now_ms
@@ -186,7 +177,6 @@ class Stragglers:
         return bool(events)
 
     def shown(self, state: State, now_ms: int) -> tuple[Straggler, ...]:
-        """Return a job's stragglers, in RANK order."""
         if (job := self.rounds.find(state)) is None:
             return ()
         since_ms = {**job.pace.slow_since_ms, **job.arrivals.slow_since_ms}

@@ -18,14 +18,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from rdzv import errors
 from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.model import Membership, Round, State, is_placeholder
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousError,
-)
 from rdzv.messages import Announcement, LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
 from rdzv.runtime.clock import Clock
 from rdzv.structs import replace
@@ -72,21 +67,13 @@ class WorkerLogs:
 
     @property
     def statistics(self) -> tuple[int, int]:
-        """The number of readers, and the number of requests that nodes are currently answering."""
         return len(self._readers), len(self._asked)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
-        """Ask a job's nodes for logs, and return the reader, which the caller must close.
-
-        Raises:
-            InvalidRequestError: the job has had no such round or no worker with that RANK.
-            RendezvousClosedError: the given run has ended, and another has begun.
-            LimitExceededError: there are too many readers.
-
-        """
+        """Ask a job's nodes for logs, and return the reader, which the caller must close."""
         _check(state.membership, wanted)
         if len(self._readers) >= READERS:
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"{len(self._readers)} callers read logs here, which is the limit; try again later"
             )
         reader = LogReader(self, state, wanted)
@@ -94,29 +81,25 @@ class WorkerLogs:
         return reader
 
     def take(self, node_id: str, piece: LogPiece) -> None:
-        """Pass on a piece that a node has sent, or drop it if no reader wants it."""
         asked, answer = self._asked.get(piece.request, (None, None))
         if answer is not None and asked == node_id and not answer.done():
             answer.set_result(piece)
 
     def note_state(self, state: State) -> None:
-        """Update the readers of a job that has changed, for example because a round completed."""
         for reader in self._readers:
             if reader.rdzv_id == state.membership.rdzv_id:
                 reader.note_state(state)
 
     def note_connected(self, node_id: str) -> None:
-        """Record that a node has opened a stream."""
         for reader in self._readers:
             reader.note_connected(node_id)
 
     def note_gone(self, node_id: str) -> None:
-        """Record that a node's stream has ended."""
         for asked, answer in self._asked.values():
             if asked == node_id and not answer.done():
                 answer.set_exception(_GoneError())
 
-    def close(self, error: RendezvousError) -> None:
+    def close(self, error: errors.RendezvousError) -> None:
         for reader in self._readers:
             reader.fail(error)
 
@@ -156,26 +139,25 @@ class WorkerLogs:
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
-    """Raise an error for a request for logs that do not exist."""
     name, last = membership.rdzv_id, membership.round
     if wanted.run and wanted.run != membership.run:
-        raise RendezvousClosedError(
+        raise errors.RendezvousClosedError(
             f"run {wanted.run} of {name} has ended, and another has begun: run {membership.run}; "
             "read that one"
         )
     if wanted.follow and membership.ended is None:
         return
     if last is None:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"{name} has had no round yet, so nothing was written; use --follow to wait for output"
         )
     if wanted.round is not None and wanted.round > last.number:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"{name} has had no round {wanted.round}; its last is {last.number}"
         )
     of_last = wanted.round in (None, last.number)
     if of_last and wanted.rank is not None and wanted.rank >= last.world_size:
-        raise InvalidRequestError(_no_rank(name, wanted.rank, last))
+        raise errors.InvalidRequestError(_no_rank(name, wanted.rank, last))
 
 
 def _no_rank(name: str, rank: int, round_: Round) -> str:
@@ -225,7 +207,7 @@ class LogReader:
         yet."""
         self._anything = False
         """Whether any wanted output has arrived, or a note on why a node sends none."""
-        self._error: RendezvousError | None = None
+        self._error: errors.RendezvousError | None = None
         self._news = asyncio.Event()
         last = membership.round
         self._first = membership.next_round
@@ -245,13 +227,7 @@ class LogReader:
     # ---------------------------------------------------------------- the caller's side
 
     async def next(self) -> LogLines | None:
-        """Return the next lines or note, or None after the end.
-
-        Raises:
-            InvalidRequestError: no node has the wanted output.
-            RendezvousConnectionError: this server no longer serves.
-
-        """
+        """Return the next lines or note, or None after the end."""
         while True:
             self._news.clear()
             if self._error is not None:
@@ -269,28 +245,25 @@ class LogReader:
             await self._news.wait()
 
     def _no_more(self) -> bool:
-        """Return whether no node can contribute more output."""
         if any(node.task is not None for node in self._nodes.values()):
             return False
         useless = bool(self._nodes) and all(node.failed for node in self._nodes.values())
         return self._over or not self._wanted.follow or useless
 
     def close(self) -> None:
-        """Stop reading and notify the nodes."""
         self._logs.discard(self)
         for node in self._nodes.values():
             if node.task is not None:
                 node.task.cancel()
 
-    def fail(self, error: RendezvousError) -> None:
-        """End the stream with an error for the caller."""
+    def fail(self, error: errors.RendezvousError) -> None:
         self._error = error
         self._news.set()
 
     def _check_anything(self) -> None:
         if not self._anything and not self._wanted.follow:
             who = f"RANK {self._wanted.rank}" if self._wanted.rank is not None else "a worker"
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"no node that is connected has had {who} in round {self._first} of "
                 f"{self.rdzv_id}; on a node that has gone its files are in "
                 f"{self.rdzv_id}-{self._run}/NODE_ID/round_{self._first} in its --log-dir"
@@ -299,7 +272,6 @@ class LogReader:
     # ---------------------------------------------------------------- the job and its nodes
 
     def note_state(self, state: State) -> None:
-        """React to the job's new state: ask nodes that have joined a round, or end with the run."""
         if not self._wanted.follow or self._over:
             return
         membership = state.membership
@@ -333,7 +305,6 @@ class LogReader:
         self._news.set()
 
     def _read_in_round(self, node_id: str, number: int) -> None:
-        """Read from a node that has joined a round, either for the first time or after leaving."""
         node = self._nodes.get(node_id)
         if node is None:
             self._read(node_id, self._first, (), expected=True)
@@ -400,7 +371,6 @@ class LogReader:
                 self._logs.send(node.node_id, StopLog(asked.request))
 
     async def _ask(self, node: _Node, asked: ReadLog, *, expected: bool) -> LogPiece:
-        """Return a node's answer, once it is connected if it is `expected`."""
         noted = False
         while True:
             node.connected.clear()
@@ -445,7 +415,6 @@ class LogReader:
             node.round = piece.round
 
     async def _pass_on(self, lines: LogLines) -> None:
-        """Give the caller lines or a note, and wait until it has taken them."""
         self._anything = True
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._came.append((lines, taken))

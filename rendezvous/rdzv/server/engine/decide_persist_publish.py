@@ -88,7 +88,6 @@ class Engine:
             self._driver.tasks.start(self._decide_asked(rdzv_id))
 
     async def _decide_asked(self, rdzv_id: str) -> None:
-        """Decide a job's waiting commands until none remain, releasing the job between batches."""
         waiting = self._waiting[rdzv_id]
         try:
             while waiting:
@@ -102,7 +101,6 @@ class Engine:
                 asked.outcome.cancel()
 
     async def _decide_next(self, rdzv_id: str, waiting: deque[Asked]) -> None:
-        """Decide the next waiting commands, persist them in one commit, and answer them."""
         batch: list[Asked] = []
         try:
             async with self._driver.jobs.claim(rdzv_id) as job:
@@ -174,10 +172,6 @@ class Engine:
 
         Each choice receives the state after the preceding commands and returns the next command, or
         None for no command. Returns the errors of refused commands.
-
-        Raises:
-            RendezvousError: nothing was done, or the outcome is unknown.
-
         """
         steps: list[Step] = []
         decided: list[Asked] = []

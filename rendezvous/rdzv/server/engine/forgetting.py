@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rdzv import errors
 from rdzv.core.model import State, job_state
 from rdzv.core.words import duration
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousError,
-    UnknownJobError,
-)
 from rdzv.runtime.clock import DAY_MS, Timer
 from rdzv.server.engine.jobs import Job
 from rdzv.server.engine.store_access import KeyValueRecord
@@ -117,31 +111,24 @@ class Forgetting:
         """Delete an ended job and its history; a later join with the same rdzv_id starts a new job.
 
         If the caller is cancelled, the deletion still completes.
-
-        Raises:
-            UnknownJobError: no node has ever joined the job.
-            InvalidRequestError: its run is open, or it still has nodes; nothing was deleted.
-            RendezvousConnectionError: the job may have been deleted; retry.
-
         """
         error = await asyncio.shield(self._driver.tasks.start(self._forgotten(rdzv_id)))
         if error is not None:
             raise error
 
-    async def _forgotten(self, rdzv_id: str) -> RendezvousError | None:
+    async def _forgotten(self, rdzv_id: str) -> errors.RendezvousError | None:
         try:
             async with self._jobs.claim(rdzv_id) as job:
                 refuse_to_forget(job.state)
                 await self._delete(job, "an operator requested it")
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             return error
         return None
 
     async def _delete(self, job: Job, why: str) -> None:
-        """Delete a claimed job whose run has ended from the store, and reset it in memory."""
         try:
             await self._jobs.write(job, self._driver.store.delete(job.rdzv_id, job.revision))
-        except RendezvousConnectionError as error:
+        except errors.RendezvousConnectionError as error:
             if not error.definite:
                 # The next claim finds out whether the job was deleted.
                 job.loaded = None
@@ -166,7 +153,7 @@ class Forgetting:
         now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
         try:
             seen = await self._note_time(now_ms)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             log.warning("could not forget ended jobs: %s; will retry", error)
             return
         counted = {
@@ -181,14 +168,13 @@ class Forgetting:
                     same = ended is not None and ended.at_ms == ended_at_ms[rdzv_id]
                     if same and not job.state.anybody:
                         await self._delete(job, why)
-            except (RendezvousConnectionError, LimitExceededError) as error:
+            except (errors.RendezvousConnectionError, errors.LimitExceededError) as error:
                 log.warning("could not forget ended jobs: %s; will retry", error)
                 return
-            except RendezvousError as error:
+            except errors.RendezvousError as error:
                 log.error("cannot forget job %s: %s", rdzv_id, error)
 
     async def _note_time(self, now_ms: int) -> TimeSeen:
-        """Store the current time as a time at which a server ran, and return the stored value."""
         await self._seen.load()
         seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
         await self._seen.swap(seen, msgspec.json.encode(seen))
@@ -221,27 +207,20 @@ def outlived(
 
 
 def refuse_to_forget(state: State) -> None:
-    """Refuse to forget a job whose run has not ended or that still has nodes.
-
-    Raises:
-        UnknownJobError: no node has ever joined the job.
-        InvalidRequestError: its run has not ended, or it still has nodes.
-
-    """
     membership = state.membership
     rdzv_id = membership.rdzv_id
     if not membership.run:
-        raise UnknownJobError(
+        raise errors.UnknownJobError(
             f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
         )
     if membership.ended is None:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"job {rdzv_id} is {job_state(state)} and cannot be forgotten; stop it first, with "
             f"`rdzvctl stop {rdzv_id}`, or wait for its end"
         )
     if state.anybody:
         names = sorted({*state.seats, *state.waiting, *state.stuck})
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"job {rdzv_id} cannot be forgotten: it is {job_state(state)}, and {names[0]} is "
             "still in it; wait until no node is"
         )

@@ -45,13 +45,11 @@ class History:
         return records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
     def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
-        """Pass new history rows on to the log and the metrics."""
         keeps = [kept(event) for event in events]
         log_events(rows, keeps)
         self._driver.metrics.recorded(rows, keeps)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
-        """Keep rows for the next commit; if too many are waiting, commit them separately."""
         job.pending += rows
         if len(job.pending) > PENDING_ROWS:
             rows, job.pending = job.pending, ()
@@ -85,7 +83,6 @@ class History:
             log.warning("lost %d rows of history: %s", len(rows), error)
 
     async def flush(self) -> None:
-        """Store all rows that are still waiting for a commit."""
         jobs = self._driver.jobs.in_memory.values()
         await self.append(tuple(row for job in jobs for row in job.pending))
 
@@ -115,7 +112,6 @@ def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tup
 
 
 def log_events(rows: Sequence[Record], events: Sequence[Kept]) -> None:
-    """Write a log line for each event; `rows` contains the events' rows in the same order."""
     for row, event in zip(rows, events, strict=True):
         extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
         _lines.log(_level(event), "%s: %s", row.rdzv_id, sentence(event), extra=extra)

@@ -14,19 +14,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from rdzv import errors
 from rdzv.core.commands import Command
 from rdzv.core.events import Event
 from rdzv.core.life import restoring, runs
 from rdzv.core.model import State, Tuning
 from rdzv.core.rendezvous import Transition
-from rdzv.errors import (
-    InvariantError,
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-    StoreRefusedError,
-)
 from rdzv.runtime.clock import Timer
 from rdzv.server.engine.store_access import STORE_RETRY_MS
 from rdzv.stores.base import Record, RevisionConflictError
@@ -54,10 +47,9 @@ class Asked:
 
     command: Command
     guard: Guard | None
-    outcome: asyncio.Future[State | RendezvousError]
+    outcome: asyncio.Future[State | errors.RendezvousError]
 
-    def answer(self, outcome: State | RendezvousError) -> None:
-        """Set the outcome, unless it has already been set or the caller was cancelled."""
+    def answer(self, outcome: State | errors.RendezvousError) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
@@ -162,7 +154,7 @@ class Jobs:
                 if job.doubt:
                     await self._resolve(job, job.doubt)
                 yield job
-        except (RendezvousConnectionError, InvariantError):
+        except (errors.RendezvousConnectionError, errors.InvariantError):
             # If no caller claims the job again, its timer does.
             job.timer.arm_by(self.retry_at_ms())
             raise
@@ -174,7 +166,7 @@ class Jobs:
 
     def _new_job(self, rdzv_id: str) -> Job:
         if len(self._jobs) >= (most := self._driver.config.limits.jobs):
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"job {rdzv_id} is over the limit: this server holds {most} jobs; try again when "
                 " others have ended, or raise the limit `jobs`"
             )
@@ -234,7 +226,7 @@ class Jobs:
         except RevisionConflictError as error:
             log.error("another server has written job %s; reloading it", job.rdzv_id)
             await self.load(job)
-            raise StoreRefusedError(f"{error}; try again") from error
+            raise errors.StoreRefusedError(f"{error}; try again") from error
 
     def note_end(self, job: Job) -> None:
         """Update `ended` with the time when the job's run ended, or remove a job that has not."""
@@ -288,14 +280,14 @@ class Jobs:
         """
         async for rdzv_id, stored in self._store.each():
             try:
-                if isinstance(stored, RendezvousStateError):
+                if isinstance(stored, errors.RendezvousStateError):
                     raise stored
                 if stored.membership.ended is not None:
                     self.ended[rdzv_id] = stored.membership.ended.at_ms
                     continue
                 async with self.claim(rdzv_id):
                     pass
-            except RendezvousStateError as error:
+            except errors.RendezvousStateError as error:
                 log.error("leaving job %s alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
@@ -304,14 +296,14 @@ class Jobs:
             try:
                 if (present := self.peek(rdzv_id)) is not None:
                     yield present
-                elif isinstance(stored, RendezvousStateError):
+                elif isinstance(stored, errors.RendezvousStateError):
                     raise stored
                 elif stored.membership.ended is not None:
                     yield restoring.restore(stored.membership, self._tuning, self._clock.now_ms())
                 else:
                     # The job is being loaded, or has ended since it was read.
                     yield await self.look(rdzv_id)
-            except RendezvousStateError as error:
+            except errors.RendezvousStateError as error:
                 log.error("not listing job %s: %s", rdzv_id, error)
 
     def stop_timers(self) -> None:

@@ -13,31 +13,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
-from rdzv.core.commands import (
-    Command,
-    Decline,
-    Fail,
-    Join,
-    Leave,
-    MarkAway,
-    MarkBack,
-    MarkLost,
-    Place,
-    ReportStoreHost,
-    ReportStuck,
-    Resume,
-    Succeed,
-    Tick,
-    Withdraw,
-)
+from rdzv import errors
+from rdzv.core import commands
 from rdzv.core.model import Membership
 from rdzv.core.words import counted, duration
-from rdzv.errors import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-    StoreRefusedError,
-)
 from rdzv.runtime.clock import Timer
 from rdzv.stores.base import Read, Record, RevisionConflictError, Store, Stored
 
@@ -79,7 +58,7 @@ class StoreAccess:
         began_ms = self._clock.now_ms()
         try:
             result = await answer
-        except RendezvousConnectionError as error:
+        except errors.RendezvousConnectionError as error:
             operation = "write" if writes else "read"
             self._driver.metrics.counts.add("rdzv_store_errors_total", operation)
             self.failed(error, began_ms, writes=writes)
@@ -126,12 +105,7 @@ class StoreAccess:
         return await self._ask(self.store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
-        """Yield the store's contents as the lines of a backup file that `rdzvd --restore` reads.
-
-        Raises:
-            RendezvousError: the store cannot be read completely; discard the lines yielded so far.
-
-        """
+        """Yield the store's contents as the lines of a backup file that `rdzvd --restore` reads."""
         from rdzv.stores import backup
 
         header = backup.BackupHeader(self.store.place, leadership, self._clock.now_ms())
@@ -140,7 +114,7 @@ class StoreAccess:
 
     # ---------------------------------------------------------------- while the store is away
 
-    def failed(self, error: RendezvousError, began_ms: int, *, writes: bool) -> None:
+    def failed(self, error: errors.RendezvousError, began_ms: int, *, writes: bool) -> None:
         """Record the failure of a call that began at `began_ms`; log only the first failure."""
         self.unwritable |= writes
         known, self._why = self._why, str(error)
@@ -170,12 +144,10 @@ class StoreAccess:
         self._driver.watchers.nodes_changed()
 
     def stop(self) -> None:
-        """Stop probing the store; later failed calls are only logged."""
         self._stopped = True
         self._timer.cancel()
 
     def _look(self) -> None:
-        """Drop commands that are no longer waiting; if none remain, probe the store."""
         if self._since_ms is None:
             return
         self._timer.arm(self._clock.now_ms() + STORE_RETRY_MS)
@@ -185,15 +157,14 @@ class StoreAccess:
             self._driver.tasks.start(self._probe())
 
     async def _probe(self) -> None:
-        """Try a read, and if the last write failed, a write as well."""
-        with contextlib.suppress(RendezvousError):
+        with contextlib.suppress(errors.RendezvousError):
             found = await self.load_document(PROBE)
             if self.unwritable:
                 await self.swap_document(PROBE, b"", found[1] if found is not None else 0)
 
     # ---------------------------------------------------------------- what waits for it
 
-    def waits(self, rdzv_id: str, command: Command) -> None:
+    def waits(self, rdzv_id: str, command: commands.Command) -> None:
         if words := _words(command):
             waiting = self._waiting.setdefault(rdzv_id, {})
             known = words in waiting
@@ -201,14 +172,13 @@ class StoreAccess:
             if not known:
                 self._driver.watchers.job_changed(rdzv_id)
 
-    def decided(self, rdzv_id: str, command: Command) -> None:
+    def decided(self, rdzv_id: str, command: commands.Command) -> None:
         if (waiting := self._waiting.get(rdzv_id)) is not None:
             waiting.pop(_words(command), None)
             if not waiting:
                 del self._waiting[rdzv_id]
 
     def waiting(self, rdzv_id: str) -> tuple[str, ...]:
-        """Describe one job's commands that are waiting for the store."""
         since_ms = self._clock.now_ms() - FRESH_RETRIES * STORE_RETRY_MS
         return tuple(
             words for words, at_ms in self._waiting.get(rdzv_id, {}).items() if at_ms >= since_ms
@@ -229,7 +199,6 @@ class StoreAccess:
         )
 
     def trouble_of(self, rdzv_id: str) -> str:
-        """Return the same sentence as `trouble`, but with only this job's waiting commands."""
         return self._sentence(self.waiting(rdzv_id))
 
     def _sentence(self, waiting: Sequence[str]) -> str:
@@ -247,25 +216,25 @@ class StoreAccess:
 
 
 _WORDS: dict[type, str] = {
-    Join: "{} joins",
-    Resume: "{} returns with its workers",
-    Fail: "workers of {} have failed",
-    Succeed: "workers of {} have succeeded",
-    Leave: "{} leaves",
-    MarkLost: "{} is lost",
-    MarkAway: "{} is away",
-    MarkBack: "{} is back",
-    ReportStuck: "workers of {} survive SIGKILL",
-    ReportStoreHost: "the store host on {} has failed",
-    Decline: "{} declines",
-    Place: "the nodes that it is placed on",
-    Withdraw: "the nodes that it is placed on",
-    Tick: "timers",
+    commands.Join: "{} joins",
+    commands.Resume: "{} returns with its workers",
+    commands.Fail: "workers of {} have failed",
+    commands.Succeed: "workers of {} have succeeded",
+    commands.Leave: "{} leaves",
+    commands.MarkLost: "{} is lost",
+    commands.MarkAway: "{} is away",
+    commands.MarkBack: "{} is back",
+    commands.ReportStuck: "workers of {} survive SIGKILL",
+    commands.ReportStoreHost: "the store host on {} has failed",
+    commands.Decline: "{} declines",
+    commands.Place: "the nodes that it is placed on",
+    commands.Withdraw: "the nodes that it is placed on",
+    commands.Tick: "timers",
 }
 """Commands that may wait for the store. The callers of all others do not wait."""
 
 
-def _words(command: Command) -> str:
+def _words(command: commands.Command) -> str:
     return _WORDS.get(type(command), "").format(getattr(command, "node_id", ""))
 
 
@@ -294,13 +263,6 @@ class KeyValueRecord(Generic[T]):
         self._sure = False
 
     async def load(self) -> None:
-        """Read the stored value and its revision.
-
-        Raises:
-            RendezvousConnectionError: the store is unavailable.
-            RendezvousStateError: the stored value cannot be read.
-
-        """
         self._sure = False
         stored = await self._store.load_document(self._name)
         data, revision = stored if stored is not None else (b"{}", 0)
@@ -329,15 +291,15 @@ class KeyValueRecord(Generic[T]):
             self.revision = await self._store.swap_document(self._name, data, self.revision)
         except RevisionConflictError as error:
             await self.load()
-            raise StoreRefusedError(f"{error}; try again") from error
-        except RendezvousConnectionError:
+            raise errors.StoreRefusedError(f"{error}; try again") from error
+        except errors.RendezvousConnectionError:
             await self.load()
             raise
         self.value = value
 
 
-def unreadable(name: str, error: Exception) -> RendezvousStateError:
-    return RendezvousStateError(
+def unreadable(name: str, error: Exception) -> errors.RendezvousStateError:
+    return errors.RendezvousStateError(
         f"the record {name} cannot be read: {error}; it was left untouched. Restore it from a "
         "backup"
     )

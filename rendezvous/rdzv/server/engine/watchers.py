@@ -39,7 +39,6 @@ class Watchers:
 
     @property
     def progress_due_ms(self) -> int | None:
-        """When progress is next reported, or None if there is none to report."""
         return self._progress_timer.due_ms
 
     def next_change(self, rdzv_id: str) -> asyncio.Event:
@@ -68,7 +67,6 @@ class Watchers:
             note(rdzv_id)
 
     def nodes_changed(self) -> None:
-        """Wake the followers of all changes because a node has changed."""
         for note in self._followers:
             note(None)
 

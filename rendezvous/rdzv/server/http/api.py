@@ -18,12 +18,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    NotLeaderError,
-    RendezvousError,
-)
+from rdzv import errors
 from rdzv.server.http import openapi
 from rdzv.server.http.state_feeds import Feeds, frame
 from rdzv.server.operations.handlers import Server
@@ -106,7 +101,7 @@ class Api:
     @contextmanager
     def _one_more(self) -> Iterator[None]:
         if self._asked >= REQUESTS:
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"{self._asked} requests are being answered, which is the limit; ask again soon, "
                 "or follow the stream"
             )
@@ -167,7 +162,7 @@ class Api:
                 while (text := await coming) is not None:
                     await self._write(request, response, text.encode())
                     coming = asyncio.ensure_future(anext(texts, None))
-            except RendezvousError as error:
+            except errors.RendezvousError as error:
                 await self._write(request, response, f"rdzv: {error}\n".encode())
             return response
         finally:
@@ -222,31 +217,25 @@ class Api:
 
 
 def _asked(one: Operation, given: dict[str, Any]) -> Any:
-    """Return the message of the same call over gRPC or, if there is none, the names and values.
-
-    Raises:
-        InvalidRequestError: a name is not UTF-8.
-
-    """
+    """Return the message of the same call over gRPC or, if there is none, the names and values."""
     if not one.rpc:
         return SimpleNamespace(**given)
     try:
         return CONTROL[one.rpc][0](**given)
     except ValueError as error:
-        raise InvalidRequestError(f"the request cannot be read: {error}") from error
+        raise errors.InvalidRequestError(f"the request cannot be read: {error}") from error
 
 
 def _parameters(http: Http, request: web.Request) -> dict[str, Any]:
-    """Return the operation's query parameters by name, refusing unknown and repeated ones."""
     known = {parameter.name: parameter for parameter in http.query}
     for name in request.query:
         if name not in known:
             shown = ", ".join(known) or "none"
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"there is no parameter {name[:40]!r} here; the parameters are: {shown}"
             )
         if len(request.query.getall(name)) > 1:
-            raise InvalidRequestError(f"{name} is given more than once; give it once")
+            raise errors.InvalidRequestError(f"{name} is given more than once; give it once")
     return {name: parameter.read(request.query.get(name)) for name, parameter in known.items()}
 
 
@@ -295,8 +284,8 @@ def _json(text: str, status: int = 200) -> web.Response:
     return response
 
 
-def _error_fields(error: RendezvousError) -> dict[str, object]:
-    leader = error.leader if isinstance(error, NotLeaderError) else None
+def _error_fields(error: errors.RendezvousError) -> dict[str, object]:
+    leader = error.leader if isinstance(error, errors.NotLeaderError) else None
     return _fields(error.code, str(error), leader or None)
 
 
@@ -304,7 +293,7 @@ def _fields(code: str, message: str, leader: str | None = None) -> dict[str, obj
     return {"version": as_json.VERSION, "code": code, "message": message, "leader": leader}
 
 
-def error_response(error: RendezvousError) -> web.Response:
+def error_response(error: errors.RendezvousError) -> web.Response:
     status = STATUSES.get(error.grpc_status, 500)
     response = _json(json.dumps(_error_fields(error), indent=2), status)
     if status == 401:
@@ -316,10 +305,9 @@ def error_response(error: RendezvousError) -> web.Response:
 
 @web.middleware
 async def answering_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error under /api with a JSON document."""
     try:
         return await handler(request)
-    except RendezvousError as error:
+    except errors.RendezvousError as error:
         return error_response(error)
     except web.HTTPException as error:
         if not request.path.startswith("/api/"):
@@ -335,7 +323,7 @@ async def answering_errors(request: web.Request, handler: Handler) -> web.Stream
         if not request.path.startswith("/api/"):
             raise
         log.exception("a bug in rdzvd, please report it: %s", request.path)
-        fields = _fields(RendezvousError.code, "a bug in rdzvd; its log says more")
+        fields = _fields(errors.RendezvousError.code, "a bug in rdzvd; its log says more")
         return _json(json.dumps(fields, indent=2), 500)
 
 

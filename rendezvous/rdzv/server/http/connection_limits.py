@@ -48,7 +48,6 @@ class ConnectionLimits:
         return _Connection(self)
 
     def refusal_of(self, transport: asyncio.Transport) -> str:
-        """Count a new connection and return ""; if it exceeds a limit, return the reason."""
         peer = str((transport.get_extra_info("peername") or ("?",))[0])
         self._open = [(other, one) for other, one in self._open if not one.is_closing()]
         if len(self._open) >= CONNECTIONS:
@@ -59,7 +58,6 @@ class ConnectionLimits:
         return ""
 
     def close(self) -> None:
-        """Close all connections whose first request has not arrived yet."""
         for connection in tuple(self.waiting):
             connection.refuse(503, "this server is stopping")
 
@@ -93,7 +91,6 @@ class _Connection(asyncio.Protocol):
             handler.data_received(bytes(self._received))
 
     def refuse(self, status: int, why: str) -> None:
-        """Send the reason for the refusal and close the connection."""
         self.connection_lost(None)
         text = f"{why}\n".encode()
         head = (
@@ -128,7 +125,6 @@ class GuardedSite(web.BaseSite):
         return f"{scheme}://{self._listen}"
 
     async def start(self) -> None:
-        """Start listening; raises `OSError` if the address cannot be used."""
         await super().start()
         self._server = await asyncio.get_running_loop().create_server(
             self._limits,
@@ -140,6 +136,5 @@ class GuardedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Stop listening, and close connections that have not sent a request yet."""
         await super().stop()
         self._limits.close()

@@ -82,12 +82,7 @@ async def serving_http(
     tls: Tls | None = None,
     gate: Gate | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serve HTTP until the body ends.
-
-    Raises:
-        InvalidRequestError: the server cannot listen on the address.
-
-    """
+    """Serve HTTP until the body ends."""
     gate = gate or Gate(replica, clock, config, metrics.metrics)
     app = web.Application(
         middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(gate)]
@@ -128,8 +123,6 @@ async def serving_http(
 
 
 def _checking_roles(gate: Gate) -> Middleware:
-    """Return middleware that checks every request against `gate`, by the route's path."""
-
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource

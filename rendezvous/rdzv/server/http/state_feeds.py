@@ -18,13 +18,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from rdzv.errors import (
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-    UnknownJobError,
-)
+from rdzv import errors
 from rdzv.runtime.clock import sleep_ms
 from rdzv.runtime.tasks import single_error
 from rdzv.server.driver import Driver
@@ -75,7 +69,7 @@ class Reader:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         self._news = asyncio.Event()
-        self.ended: RendezvousError | None = None
+        self.ended: errors.RendezvousError | None = None
         """The reason why the reader has ended, or None while it is open."""
 
     def put(self, frames: Iterable[bytes]) -> None:
@@ -87,14 +81,14 @@ class Reader:
             self._bytes += len(one)
         if len(self._frames) > STREAM_FRAMES or self._bytes > STREAM_BYTES:
             self.end(
-                LimitExceededError(
+                errors.LimitExceededError(
                     f"{len(self._frames)} events of {self._bytes} bytes wait to be read, more than "
                     "are kept for one reader; connect again, and read faster"
                 )
             )
         self._news.set()
 
-    def end(self, error: RendezvousError) -> None:
+    def end(self, error: errors.RendezvousError) -> None:
         """End the reader with this error and drop queued frames; only the first call counts."""
         if self.ended is None:
             self.ended = error
@@ -102,7 +96,6 @@ class Reader:
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Wait for the next frame and return it, or return None once the reader has ended."""
         while not self._frames:
             if self.ended is not None:
                 return None
@@ -126,17 +119,15 @@ class Feed:
         self.task: asyncio.Task[None] | None = None
 
     def add(self, reader: Reader) -> None:
-        """Add a reader, which will be sent the whole state first."""
         self._fresh.add(reader)
         self._woken.set()
 
     def discard(self, reader: Reader) -> bool:
-        """Remove a reader, and return whether it was the last one."""
         self._fresh.discard(reader)
         self.readers.discard(reader)
         return not self._fresh and not self.readers
 
-    def fail(self, error: RendezvousError) -> None:
+    def fail(self, error: errors.RendezvousError) -> None:
         for reader in (*self._fresh, *self.readers):
             reader.end(error)
 
@@ -153,21 +144,23 @@ class Feed:
                     self.readers |= fresh
                     await self._look(fresh)
                     await self._rest(self._server.clock.now_ms() - began_ms)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             self.fail(error)
         except Exception:
             # The readers will reconnect; other feeds continue.
             log.exception("a bug in rdzvd, please report it: ending a stream of the HTTP API")
-            self.fail(RendezvousConnectionError("a bug in rdzvd, see its log; connect again"))
+            self.fail(
+                errors.RendezvousConnectionError("a bug in rdzvd, see its log; connect again")
+            )
 
     def _check(self, driver: Driver) -> None:
         if self._server.driver is not driver:
-            raise RendezvousConnectionError("this server no longer leads; ask again")
+            raise errors.RendezvousConnectionError("this server no longer leads; ask again")
 
     def _heard(self, driver: Driver, rdzv_id: str | None) -> None:
         try:
             self._check(driver)
-        except RendezvousConnectionError:
+        except errors.RendezvousConnectionError:
             # No more changes will follow; wake `run`, which ends the readers.
             self._woken.set()
         self._note(rdzv_id)
@@ -186,7 +179,6 @@ class Feed:
             looks_again.cancel()
 
     def _looks_again(self) -> bool:
-        """Return whether this feed must poll because some changes are not announced."""
         return self._server.facade is not None
 
     def _note(self, rdzv_id: str | None) -> None:
@@ -231,7 +223,6 @@ class FleetFeed(Feed):
         _put_all(fresh, [READY])
 
     async def _jobs(self, *, everything: bool) -> tuple[dict[str, answers.JobSummary], set[str]]:
-        """Return all jobs or those that may have changed, and the names of those that are gone."""
         rows = {row.rdzv_id: row for row in self._server.all_watched()}
         changed, self._changed = self._changed | (self._watched - rows.keys()), set()
         self._watched, gone = set(rows), set[str]()
@@ -243,11 +234,11 @@ class FleetFeed(Feed):
         for number, rdzv_id in enumerate(changed, 1):
             try:
                 rows[rdzv_id] = await self._server.summary(rdzv_id)
-            except UnknownJobError:
+            except errors.UnknownJobError:
                 gone.add(rdzv_id)
-            except RendezvousStateError as error:
+            except errors.RendezvousStateError as error:
                 log.error("not showing job %s: %s", rdzv_id, error)
-            except RendezvousConnectionError:
+            except errors.RendezvousConnectionError:
                 # Retry, because the store is unavailable. If this server no longer leads, `run`
                 # finds out.
                 self._changed.add(rdzv_id)
@@ -386,17 +377,11 @@ class Feeds:
         """Follow one job, or all jobs and nodes if `rdzv_id` is None, until the body ends.
 
         Yields the reader that receives the frames.
-
-        Raises:
-            UnknownJobError: no node has ever joined the job.
-            LimitExceededError: there are too many readers.
-            RendezvousConnectionError: this server does not lead or is stopping.
-
         """
         if self._closed:
-            raise RendezvousConnectionError("this server is stopping; connect again")
+            raise errors.RendezvousConnectionError("this server is stopping; connect again")
         if self.readers >= self._limits.http_streams:
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"{self.readers} readers follow the stream here, which is the limit; close a "
                 "page, or raise the limit `http_streams`"
             )
@@ -429,7 +414,6 @@ class Feeds:
                     del self.by_rdzv_id[rdzv_id]
 
     def close(self) -> None:
-        """End all readers because this server is stopping, and accept no more."""
         self._closed = True
         for feed in self.by_rdzv_id.values():
-            feed.fail(RendezvousConnectionError("this server is stopping; connect again"))
+            feed.fail(errors.RendezvousConnectionError("this server is stopping; connect again"))

@@ -64,13 +64,6 @@ class Server:
         return self.replica.driver
 
     async def status(self, asked: str) -> answers.JobStatus:
-        """Return the status of a job, or else of the observed job with this name.
-
-        Raises:
-            UnknownJobError: no node has ever joined the job.
-            InvalidRequestError: no job can have this name.
-
-        """
         try:
             return await self.driver.operations.status(bounds.rdzv_id_of(asked))
         except (UnknownJobError, InvalidRequestError):
@@ -80,7 +73,6 @@ class Server:
             return watched
 
     async def summary(self, rdzv_id: str) -> answers.JobSummary:
-        """Return a job's line for lists; raises the same errors as `JobOperations.state`."""
         operations = self.driver.operations
         return operations.summary(await operations.state(rdzv_id))
 
@@ -97,7 +89,6 @@ class Server:
             yield watched
 
     async def history(self, asked: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest `limit` events, oldest first; an observed job has none."""
         try:
             return await self.driver.operations.history(bounds.rdzv_id_of(asked), limit)
         except (UnknownJobError, InvalidRequestError):
@@ -152,12 +143,6 @@ class LedgerOfRun:
 
 
 async def get_ledger(server: Server, request: Any) -> LedgerOfRun:
-    """Return the ledger of one run, or of the last run.
-
-    Raises:
-        InvalidRequestError: no history of this run is kept.
-
-    """
     status = await server.status(request.rdzv_id)
     rows = await server.history(request.rdzv_id, HISTORY_ROWS)
     # A history may have ten thousand rows, and nodes must not wait for their conversion.
@@ -224,7 +209,6 @@ async def take_stacks(server: Server, request: pb.TakeStacksRequest) -> answers.
 
 
 async def read_stacks(server: Server, request: Any) -> answers.StackReport:
-    """Return the stacks kept from a round, or from the last round that hung."""
     rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
     report = await server.driver.operations.stacks(rdzv_id, number=request.round, why="")
     return await _shown(report, server.clock)
@@ -252,7 +236,6 @@ def _why_not(
 
 
 async def submit_job(server: Server, request: pb.SubmitJobRequest) -> answers.JobStatus:
-    """Begin a run whose nodes are chosen by the server."""
     rdzv_id = bounds.rdzv_id_of(request.rdzv_id)
     submit = submit_of(request)
     before = await _doing(server, rdzv_id)
@@ -316,7 +299,6 @@ def _nnodes(min_nodes: int | None, max_nodes: int | None) -> str:
 
 
 async def list_nodes(server: Server, request: pb.ListNodesRequest) -> answers.Nodes:
-    """Return the named nodes, or all nodes if none are named."""
     return server.nodes(map(bounds.node_id_of, request.node_ids))
 
 
@@ -336,7 +318,6 @@ class NodeEvents:
 
 
 async def list_node_events(server: Server, request: Any) -> NodeEvents:
-    """Return the newest events about a node from all jobs' histories, oldest first."""
     node_id = bounds.node_id_of(request.node_id)
     found = list[answers.NodeEvent]()
     for job in (await list_jobs(server, request)).jobs:
@@ -378,7 +359,6 @@ async def undrain_node(server: Server, request: pb.UndrainNodeRequest) -> answer
 async def _changed(
     server: Server, request: Any, change: Callable[[str], Awaitable[answers.Node]], how: str = ""
 ) -> answers.Node:
-    """Change whether a node is in service, and note for the audit what it was and is."""
     node_id = bounds.node_id_of(request.node_id)
     before = next(map(_use_of, server.driver.nodes.summaries([node_id])), "unknown")
     found = await change(node_id)
@@ -415,7 +395,6 @@ async def backup(server: Server, request: pb.BackupRequest) -> AsyncIterator[Bac
 
 
 async def in_chunks(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines joined together and split into chunks of at most `CHUNK_BYTES`."""
     waiting = bytearray()
     async for line in lines:
         waiting += line
@@ -447,11 +426,9 @@ async def revoke_tokens(server: Server, request: pb.RevokeTokensRequest) -> answ
 
 
 async def list_audit(server: Server, request: pb.ListAuditRequest) -> answers.Events:
-    """Return the newest rows of the audit history, which shows which caller changed what."""
     rows = await server.driver.history.of(AUDIT, _history_limit(request))
     return answers.Events(AUDIT, tuple(map(answers.event_in, rows)))
 
 
 def _history_limit(request: pb.ListEventsRequest | pb.ListAuditRequest) -> int:
-    """Return how many history rows are requested."""
     return bounds.within("limit", request.limit or HISTORY_DEFAULT, 1, HISTORY_ROWS)

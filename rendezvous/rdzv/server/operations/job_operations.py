@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from rdzv import errors
 from rdzv.core.commands import Command, Submit
 from rdzv.core.evidence.progress_lag import RankProgress, lags
 from rdzv.core.evidence.stacks import Report
@@ -15,14 +16,6 @@ from rdzv.core.model import NodeState, State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.core.words import listed
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    UnknownJobError,
-)
 from rdzv.messages import LogsWanted
 from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.security import roles
@@ -60,30 +53,23 @@ class JobOperations:
     # ---------------------------------------------------------------- shown
 
     async def status(self, rdzv_id: str) -> JobStatus:
-        """Return the status of a job; raises the same errors as `state`."""
         return self.of(await self.state(rdzv_id))
 
     async def state(self, rdzv_id: str) -> State:
-        """Return the state of a known job.
-
-        Raises:
-            UnknownJobError: no such job is known.
-            RendezvousConnectionError: the job is not stored yet, or the store is unavailable.
-
-        """
         state = await self._driver.jobs.look(rdzv_id)
         if not state.membership.run:
             store = self._driver.store
             if store.waiting(rdzv_id):
                 trouble = store.trouble_of(rdzv_id)
-                raise RendezvousConnectionError(f"job {rdzv_id} is not stored yet: {trouble}")
-            raise UnknownJobError(
+                raise errors.RendezvousConnectionError(
+                    f"job {rdzv_id} is not stored yet: {trouble}"
+                )
+            raise errors.UnknownJobError(
                 f"no job {rdzv_id} is known here; `rdzvctl list` shows those that are"
             )
         return state
 
     def of(self, state: State) -> JobStatus:
-        """Return a job's status with all that is known about its workers and snapshots."""
         diagnosis, now_ms = self._driver.diagnosis, self._driver.clock.now_ms()
         return with_workers(
             self._without_workers(state),
@@ -111,15 +97,9 @@ class JobOperations:
         return summary_of(self._without_workers(state), hangs)
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobStatus, None]:
-        """Yield a job's status now and after each change; a slow reader misses some of them.
-
-        Raises:
-            LimitExceededError: there are too many watchers.
-            RendezvousConnectionError: this server no longer serves.
-
-        """
+        """Yield a job's status now and after each change; a slow reader misses some of them."""
         if self.watching >= WATCHERS:
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"{self.watching} callers watch jobs here, which is the limit; try again later"
             )
         watchers = self._driver.watchers
@@ -129,12 +109,11 @@ class JobOperations:
                 changed = watchers.next_change(rdzv_id)
                 yield await self.status(rdzv_id)
                 await changed.wait()
-            raise RendezvousConnectionError("this server no longer serves; ask again")
+            raise errors.RendezvousConnectionError("this server no longer serves; ask again")
         finally:
             self.watching -= 1
 
     async def each(self) -> AsyncGenerator[answers.JobSummary, None]:
-        """Yield each job's line for lists."""
         async with aclosing(self._driver.jobs.each()) as states:
             async for state in states:
                 # A job that was forgotten in the meantime is left out.
@@ -142,25 +121,15 @@ class JobOperations:
                     yield self.summary(state)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
-        """Return a job's newest events, oldest first."""
         await self.state(rdzv_id)
         return await self._driver.history.of(rdzv_id, limit)
 
     # ---------------------------------------------------------------- workers
 
     async def read_logs(self, rdzv_id: str, wanted: LogsWanted) -> AsyncGenerator[LogLines, None]:
-        """Yield the output of a job's workers as their nodes send it.
-
-        Raises:
-            InvalidRequestError: the job has had no such round or no such RANK.
-            RendezvousClosedError: the given run is not the last.
-            LimitExceededError: there are too many readers.
-            RendezvousConnectionError: this server no longer serves.
-
-        """
         state = await self.state(rdzv_id)
         if self._driver.watchers.closed:
-            raise RendezvousConnectionError("this server no longer serves; ask again")
+            raise errors.RendezvousConnectionError("this server no longer serves; ask again")
         reader = self._driver.diagnosis.logs.open(state, wanted)
         try:
             while (lines := await reader.next()) is not None:
@@ -174,18 +143,11 @@ class JobOperations:
         """Return a round's stacks, captured now or when the round hung; see `Control.TakeStacks`.
 
         `why` is the reason for capturing them; if it is empty, no node is asked.
-
-        Raises:
-            RendezvousClosedError: the given run is not the last.
-            InvalidRequestError: no round is live, and no stacks of that round were kept.
-            LimitExceededError: too many collections are running.
-            RendezvousConnectionError: the store is unavailable, or this server no longer serves.
-
         """
         state = await self.state(rdzv_id)
         membership, archive = state.membership, self._driver.diagnosis.stack_archive
         if run and run != membership.run:
-            raise RendezvousClosedError(
+            raise errors.RendezvousClosedError(
                 f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
             )
         last = membership.round
@@ -212,21 +174,14 @@ class JobOperations:
                 f"no stacks of {rdzv_id} are kept: no round of this run has hung; `rdzvctl stacks "
                 f"{rdzv_id}` takes those of its workers now"
             )
-        raise InvalidRequestError(reason)
+        raise errors.InvalidRequestError(reason)
 
     # ---------------------------------------------------------------- changed
 
     async def submit_job(
         self, rdzv_id: str, command: Submit, caller: Caller = ANYBODY
     ) -> JobStatus:
-        """Begin a run whose nodes the server chooses, and return the job's new status.
-
-        Raises:
-            DeniedError: the job does not belong to the caller.
-            JobExistsError: a run of the job has not ended.
-            InvalidRequestError: no known node could ever run the job.
-
-        """
+        """Begin a run whose nodes the server chooses, and return the job's new status."""
 
         def guard(state: State) -> None:
             roles.refuse_others_job(caller, state, "submit")
@@ -240,12 +195,6 @@ class JobOperations:
         return await self.status(rdzv_id)
 
     async def obey(self, rdzv_id: str, command: Command) -> JobStatus:
-        """Stop, restart or scale a job as an operator requested, and return its new status.
-
-        Raises:
-            RendezvousClosedError: the given run has ended.
-
-        """
         await self.state(rdzv_id)
         return self.of(await self._driver.engine.submit(rdzv_id, command))
 
@@ -254,7 +203,7 @@ class JobOperations:
         await self._driver.forgetting.forget(rdzv_id)
         try:
             await self._driver.diagnosis.stack_archive.forget(rdzv_id)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             log.warning(
                 "could not delete the stacks of %s, which are kept until newer ones replace them: "
                 "%s",
@@ -265,7 +214,6 @@ class JobOperations:
 
 
 def summary_of(status: JobStatus, hangs: str = "") -> answers.JobSummary:
-    """Return a job's line for lists; `hangs` names the hanging workers, if any."""
     return convert(
         answers.JobSummary,
         status,
@@ -283,7 +231,6 @@ def with_workers(
     starts: Mapping[str, Starts] | None = None,
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> JobStatus:
-    """Add to a job's status what is known about its workers and snapshots."""
     starts = starts or {}
     started = sum(one.kept + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if started == (status.world_size or 0) else []

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class NodeOperations:
-    """The nodes of one server. Each change returns the node's new view.
-
-    Raises:
-        UnknownNodeError: no such node is known.
-        RendezvousError: the change was not stored; retry.
-
-    """
+    """The nodes of one server. Each change returns the node's new view."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -148,7 +142,6 @@ class NodeOperations:
     # ---------------------------------------------------------------- changed
 
     async def cordon(self, node_id: str, reason: str) -> Node:
-        """Stop placing jobs on a node."""
         await self._driver.fleet.cordon(node_id, reason)
         self._driver.watchers.nodes_changed()
         return self.summary(node_id)
@@ -168,12 +161,7 @@ class NodeOperations:
     async def drain(
         self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False
     ) -> Node:
-        """Make a node leave all its jobs by the deadline, and place no more jobs on it.
-
-        Raises:
-            TooFewNodesError: without `force`, one of its jobs would be left with too few nodes.
-
-        """
+        """Make a node leave all its jobs by the deadline, and place no more jobs on it."""
         short = self._driver.placer.short_without if not force else None
         await self._driver.fleet.drain(node_id, deadline_ms, reason, short)
         return self._with_changed_drain(node_id)

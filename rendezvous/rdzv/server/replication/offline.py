@@ -40,12 +40,6 @@ class CheckResult:
 
 
 async def check(config: RdzvdSettings) -> CheckResult:
-    """Check a configuration's store without changing anything, and return the findings.
-
-    Raises:
-        RendezvousError: the store cannot be opened, or holds no data that this rdzvd can read.
-
-    """
     lines = [f"configuration: in order; listen on {config.listen}, store {config.store}"]
     problems = list(_without_room(config.data_folder)) if config.store == "sqlite" else []
     if config.store == "memory":
@@ -138,11 +132,6 @@ async def restore(config: RdzvdSettings, file: Path) -> str:
     """Fill an empty store from a backup, and return a sentence that describes what was restored.
 
     The whole file is verified before anything is written.
-
-    Raises:
-        RendezvousStateError: the file is truncated or altered, or is not a backup for this rdzvd.
-        InvalidRequestError: the file cannot be read, or the store is not empty or cannot be used.
-
     """
     if config.store == "memory":
         raise InvalidRequestError(

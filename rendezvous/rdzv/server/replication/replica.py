@@ -111,7 +111,6 @@ class Replica:
 
     @property
     def proven(self) -> bool:
-        """Whether this server leads and can currently prove it."""
         leads = self._driver is not None
         return leads and (self.election is None or self.election.proven)
 
@@ -145,12 +144,6 @@ class Replica:
         )
 
     async def servers(self) -> tuple[Server, ...]:
-        """Return a view of every rdzvd that shares this server's store, including this one.
-
-        Raises:
-            RendezvousConnectionError: etcd is unavailable.
-
-        """
         own: dict[str, Any] = {
             "insecure": self._exposed or None,
             "store_away": (self._driver.trouble if self._driver is not None else "") or None,
@@ -206,7 +199,6 @@ class Replica:
         self._note_change()
 
     def stand_by(self, error: RendezvousError) -> None:
-        """Stop leading, if this server leads, and close every stream with this error."""
         driver, self._driver = self._driver, None
         if driver is not None:
             self._since_ms = self._clock.now_ms()

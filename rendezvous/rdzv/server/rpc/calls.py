@@ -13,13 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from rdzv.errors import (
-    ERROR_CODE_METADATA_KEY,
-    LEADER_METADATA_KEY,
-    InvalidRequestError,
-    NotLeaderError,
-    RendezvousError,
-)
+from rdzv import errors
 from rdzv.server.operations.handlers import Server
 from rdzv.server.operations.table import OPERATIONS, Operation
 from rdzv.server.security import callers
@@ -46,7 +40,6 @@ FIRST_MESSAGE_S = 1.0
 
 
 def control_service(server: Server) -> SimpleNamespace:
-    """Return the servicer of Control, which answers each call by its row of the table."""
     rows = {one.rpc: one for one in OPERATIONS if one.rpc}
     return SimpleNamespace(**{name: _method(row, server) for name, row in rows.items()})
 
@@ -78,7 +71,6 @@ class Interceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[AnyHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> AnyHandler | None:
-        """Return a handler that serves only callers with a role for the call."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -133,7 +125,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                     raise _unreadable(method, request.why)
                 admitted = True
                 yield
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             if not admitted and isinstance(request, AsyncIterator):
                 await end_stream_unheard(context, error)
             await _end_call(context, error)
@@ -144,13 +136,11 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
 @struct(frozen=True)
 class _Unreadable:
-    """Stands in for a request that could not be decoded."""
-
     why: str
 
 
-def _unreadable(method: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
+def _unreadable(method: str, why: str) -> errors.InvalidRequestError:
+    return errors.InvalidRequestError(
         f"the request to {verb_of(method)} cannot be read: {why}; the sender speaks "
         "another protocol"
     )
@@ -171,7 +161,7 @@ def _reading(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
+async def end_stream_unheard(context: Any, error: errors.RendezvousError) -> None:
     """End a stream without handling any of its messages; never returns.
 
     The first message is awaited and dropped, because a gRPC client that is still sending it when
@@ -183,11 +173,10 @@ async def end_stream_unheard(context: Any, error: RendezvousError) -> None:
     await _end_call(context, error)
 
 
-async def _end_call(context: Any, error: RendezvousError) -> None:
-    """End a call with the status of an error from the table; never returns."""
-    trailing = [(ERROR_CODE_METADATA_KEY, error.code)]
-    if isinstance(error, NotLeaderError) and error.leader:
-        trailing.append((LEADER_METADATA_KEY, error.leader))
+async def _end_call(context: Any, error: errors.RendezvousError) -> None:
+    trailing = [(errors.ERROR_CODE_METADATA_KEY, error.code)]
+    if isinstance(error, errors.NotLeaderError) and error.leader:
+        trailing.append((errors.LEADER_METADATA_KEY, error.leader))
     await context.abort(
         grpc.StatusCode[error.grpc_status], str(error), trailing_metadata=tuple(trailing)
     )
@@ -201,7 +190,6 @@ def _authorization_header(context: Any) -> str | None:
 
 
 def _certified_caller(context: Any) -> Caller | None:
-    """Return the caller that TLS has verified, or None if the caller presented no certificate."""
     pems = list(context.auth_context().get("x509_pem_cert", ()))
     return callers.certified(pems[0]) if pems else None
 

@@ -83,11 +83,6 @@ async def serving(
 
     At the end, every stream is closed with the advice to reconnect, and open calls are given a
     moment to finish. Without `reflection`, callers cannot list the services.
-
-    Raises:
-        InvalidRequestError: the server cannot listen on the address.
-        RendezvousStateError: gRPC's server has ended on its own; the body is cancelled.
-
     """
     gate = gate or Gate(replica, clock, config)
     server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
@@ -161,12 +156,7 @@ def connections_at_once(limits: Limits) -> int:
 
 @asynccontextmanager
 async def _insisting_on(server: grpc.aio.Server, address: str) -> AsyncIterator[None]:
-    """Cancel the body if gRPC's server stops, so that the process does not run on unreachable.
-
-    Raises:
-        RendezvousStateError: gRPC's server has ended on its own.
-
-    """
+    """Cancel the body if gRPC's server stops, so that the process does not run on unreachable."""
     # This task ends when the server has stopped. Cancelling it would also cancel the stop.
     ended = asyncio.create_task(server.wait_for_termination())
 
@@ -212,7 +202,6 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _bind_all(server: grpc.aio.Server, config: RdzvdSettings, tls: Tls | None) -> Listen:
-    """Bind every configured address, and return `listen` with the actual port for port 0."""
     asks = config.tls.client_ca is not None
     bound = replace(config.listen, port=_bind(server, config.listen, tls, asks=asks))
     if (listen := config.tls.token_listen) is not None:

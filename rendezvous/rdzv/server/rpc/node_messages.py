@@ -194,7 +194,6 @@ class RateLimit:
         self._at_ms: int | None = None
 
     def take(self, now_ms: int) -> bool:
-        """Take one unit, and return whether one was available."""
         if self._at_ms is not None:
             self._left_ms = min(self._left_ms + now_ms - self._at_ms, self._most_ms)
         self._at_ms = now_ms

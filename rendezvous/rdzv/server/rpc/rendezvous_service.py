@@ -56,12 +56,6 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         request_iterator: object,
         context: Context,
     ) -> None:
-        """Serve one node until either side ends the stream.
-
-        Raises:
-            RendezvousError: the reason why this server ended the stream.
-
-        """
         try:
             driver = await self._replica.settled_driver()
         except RendezvousError as error:
@@ -146,12 +140,6 @@ async def _read(context: Context, messages: NodeMessages, stream: Stream) -> Non
 
 
 async def _receive(context: Context) -> pb.NodeMessage | None:
-    """Wait for the node's next message; return None if its stream has ended for any reason.
-
-    Raises:
-        InvalidRequestError: the bytes are not a message.
-
-    """
     try:
         message = await context.read()
     except DecodeError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from rdzv import errors
 from rdzv.core.events import NodeDrained, NodeUndrained
 from rdzv.core.fleet.job_queue import Host
 from rdzv.core.fleet.node_resources import Drain, FailingCheck, NodeResources, gpus_needed
@@ -24,13 +25,6 @@ from rdzv.core.fleet.quarantine import Quarantined, QuarantineRecord
 from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.words import duration
-from rdzv.errors import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-    TooFewNodesError,
-    UnknownNodeError,
-)
 from rdzv.messages import Announcement, Draining, DrainNode, Hello, Holding, UndrainNode
 from rdzv.server.engine.store_access import KeyValueRecord
 from rdzv.structs import replace, struct
@@ -105,7 +99,7 @@ class Fleet:
     async def load(self) -> None:
         for name in FORMER:
             if await self._driver.store.load_document(name) is not None:
-                raise RendezvousStateError(
+                raise errors.RendezvousStateError(
                     f"the record {name} is of an rdzvd before its first release, and was left "
                     "untouched; move the data away to begin without it"
                 )
@@ -121,7 +115,6 @@ class Fleet:
         return {*self.restrictions.cordons, *self.restrictions.drains}
 
     def held(self, node_id: str) -> dict[str, set[str]]:
-        """Return the runs of submitted jobs that a node holds, by rdzv_id."""
         held: dict[str, set[str]] = {}
         for holding in self.reported[node_id].holdings if node_id in self.reported else ():
             held.setdefault(holding.rdzv_id, set()).add(holding.run)
@@ -133,7 +126,6 @@ class Fleet:
         return min((one for one in both if one), key=lambda drain: drain.due_ms, default=None)
 
     def drains(self) -> dict[str, Drain]:
-        """Return the drains of all nodes that are leaving or have left all their jobs."""
         found = {n: self.drain_of(n) for n in (*self.restrictions.drains, *self.wishes)}
         return {node_id: drain for node_id, drain in found.items() if drain is not None}
 
@@ -174,7 +166,6 @@ class Fleet:
     def _unusable(
         self, node_id: str, said: Reported, quarantined: Mapping[str, Quarantined]
     ) -> ReasonItem | None:
-        """Return why nothing can be placed on a node now; None if the node is usable."""
         no_reason = "no reason was given"
         if (drain := self.drain_of(node_id)) is not None:
             return ReasonItem(drain.reason or no_reason, state=drain.what)
@@ -193,14 +184,8 @@ class Fleet:
     # ---------------------------------------------------------------- by an operator
 
     def check_known(self, node_id: str) -> None:
-        """Raise an error if a node is neither known, nor cordoned or drained.
-
-        Raises:
-            UnknownNodeError: it is not.
-
-        """
         if node_id not in self._driver.leases.records and node_id not in self.ordered:
-            raise UnknownNodeError(
+            raise errors.UnknownNodeError(
                 f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
             )
 
@@ -217,12 +202,6 @@ class Fleet:
         """Make a node leave all its jobs by the deadline, and place no more jobs on it.
 
         `short` returns which jobs would be left with too few nodes; without it, no job is checked.
-
-        Raises:
-            UnknownNodeError: no such node is known.
-            TooFewNodesError: one of its jobs would be left with too few nodes.
-            RendezvousError: the change was not stored; retry.
-
         """
         self.check_known(node_id)
         now_ms = self._clock.now_ms()
@@ -230,7 +209,7 @@ class Fleet:
         async with self.placing:
             # No job is placed and no other node is drained in between.
             if short is not None and (why := short(node_id)):
-                raise TooFewNodesError(why)
+                raise errors.TooFewNodesError(why)
             await self.change(lambda now: replace(now, drains={**now.drains, node_id: drain}))
         within = duration(deadline_ms)
         log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
@@ -273,8 +252,8 @@ class Fleet:
             try:
                 if changed is not before:
                     await self._document.swap(changed, msgspec.json.encode(changed))
-            except RendezvousError as error:
-                if not anyhow or isinstance(error, RendezvousConnectionError):
+            except errors.RendezvousError as error:
+                if not anyhow or isinstance(error, errors.RendezvousConnectionError):
                     raise
                 log.error("cannot write the record %s: %s", NODES, error)
                 self._document.value = changed
@@ -285,7 +264,6 @@ class Fleet:
                     self._driver.quarantine.note_change()
 
     def _tell_drains(self, before: Mapping[str, Drain]) -> None:
-        """Notify each node whose drain has begun, changed or ended since `before`."""
         now = self.restrictions.drains
         for node_id in before.keys() | now.keys():
             if before.get(node_id) != now.get(node_id):
@@ -304,14 +282,12 @@ class Fleet:
     # ---------------------------------------------------------------- by the node
 
     def owed(self, hello: Hello) -> Announcement | None:
-        """Return the announcement that a returning node needs about its drain, or None."""
         if (drain := self.restrictions.drains.get(hello.node_id)) is not None:
             return self._told(drain)
         lifted = hello.draining is not None and hello.draining.number != 0
         return UndrainNode() if lifted else None
 
     def note_hello(self, hello: Hello) -> None:
-        """Record what a node reports about itself, and whether it is about to leave."""
         node_id, former = hello.node_id, self.reported.get(hello.node_id)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(node_id, hello.draining)

@@ -12,14 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Command, GiveUp, Place, Withdraw
-from rdzv.core.fleet.job_queue import (
-    Plan,
-    QueuedWait,
-    demand,
-    grows_at_ms,
-    nearest_miss,
-    place_queued_jobs,
-)
+from rdzv.core.fleet import job_queue
 from rdzv.core.fleet.node_resources import Drain
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import JobSpec, State
@@ -52,7 +45,7 @@ class Placer:
         self.stopped = False
         """Whether `stop` has been called."""
         self._timer = Timer(driver.clock, self._look)
-        self._waits: Mapping[str, QueuedWait] = {}
+        self._waits: Mapping[str, job_queue.QueuedWait] = {}
 
     def start(self) -> None:
         self.settled_at_ms = self._clock.now_ms() + self._driver.config.lease.takeover_grace_ms
@@ -67,14 +60,13 @@ class Placer:
         if not self.stopped and (self._driver.fleet.reported or self._waits):
             self._timer.arm_by(self._clock.now_ms() + QUIET_MS)
 
-    def queue_wait_of(self, rdzv_id: str) -> QueuedWait | None:
+    def queue_wait_of(self, rdzv_id: str) -> job_queue.QueuedWait | None:
         return self._waits.get(rdzv_id)
 
     def _look(self, due_ms: int) -> None:
         self._driver.tasks.start(self.place())
 
     async def place(self) -> None:
-        """Decide which jobs get which nodes now, and store and announce the decisions."""
         async with self._driver.fleet.placing:
             await self._bar()
             done: list[tuple[str, Command]] = []
@@ -140,10 +132,10 @@ class Placer:
             self._waits = {}
             return []
         going = self._driver.fleet.drains()
-        asked = [demand(state, now_ms, going.keys()) for state in states]
+        asked = [job_queue.demand(state, now_ms, going.keys()) for state in states]
         demands = {d.rdzv_id: d for d in asked if d is not None}
         settled = now_ms >= self.settled_at_ms
-        decided = place_queued_jobs(
+        decided = job_queue.place_queued_jobs(
             demands.values(), self._driver.fleet.hosts(states), settled=settled
         )
         self._waits = decided.waits
@@ -154,14 +146,13 @@ class Placer:
         return [*_withdrawn_from(going, states), *_commands(decided, runs, lost)]
 
     def _arm(self, states: Iterable[State], now_ms: int) -> None:
-        due = [grows_at_ms(state) for state in states if state.membership.ended is None]
+        due = [job_queue.grows_at_ms(state) for state in states if state.membership.ended is None]
         later = [at_ms for at_ms in (self.settled_at_ms, *due) if at_ms is not None]
         later = [at_ms for at_ms in later if now_ms < at_ms]
         if later:
             self._timer.arm_by(min(later))
 
     def _vanished(self, states: Iterable[State]) -> dict[str, tuple[str, ...]]:
-        """Return the chosen nodes that have not joined and are no longer known, by job."""
         records = self._driver.leases.records
         vanished = {
             state.membership.rdzv_id: tuple(n for n in awaited(state) if n not in records)
@@ -176,15 +167,11 @@ class Placer:
         """Refuse a job that no known node could ever run.
 
         While nodes may still be reconnecting to a server that has just started, every job passes.
-
-        Raises:
-            InvalidRequestError: no node could run it; the error says what the best match lacks.
-
         """
         if self._clock.now_ms() < self.settled_at_ms:
             return
         hosts = self._driver.fleet.hosts(self._driver.jobs.states)
-        if (miss := nearest_miss(spec, hosts)) is not None:
+        if (miss := job_queue.nearest_miss(spec, hosts)) is not None:
             raise InvalidRequestError(
                 f"none of the nodes known here could ever take this job; the best match: {miss}. "
                 f"Ask for less, or first start rdzv-agent on a node that has it"
@@ -201,7 +188,6 @@ class Placer:
         return "; ".join(why for state in states if (why := self._short(state, going)))
 
     def _short(self, state: State, going: set[str]) -> str:
-        """Return what a job would lack without these nodes; empty if it would have enough."""
         membership = state.membership
         here = {*state.seats, *state.waiting} - going - state.away.keys()
         lacks = membership.min_nodes - len(here)
@@ -218,7 +204,6 @@ class Placer:
         return f"{have} that it needs, {others}: it stops until others are free"
 
     def _free_for(self, state: State, going: set[str]) -> int:
-        """Count the nodes that are about to join a submitted job or on which it could be placed."""
         coming = [n for n in awaited(state) if n not in going]
         states = [s for s in self._driver.jobs.states if s.membership.submission is not None]
         hosts = [
@@ -228,15 +213,14 @@ class Placer:
             for host in self._driver.fleet.hosts(states)
         ]
         now_ms = self._clock.now_ms()
-        asked = [demand(other, now_ms, going) for other in states]
-        planned = place_queued_jobs([d for d in asked if d is not None], hosts)
+        asked = [job_queue.demand(other, now_ms, going) for other in states]
+        planned = job_queue.place_queued_jobs([d for d in asked if d is not None], hosts)
         return len(coming) + len(planned.places.get(state.membership.rdzv_id, ()))
 
 
 def _withdrawn_from(
     going: Mapping[str, Drain], states: Iterable[State]
 ) -> list[tuple[str, Command]]:
-    """Return the commands that withdraw jobs from leaving nodes that have not joined them yet."""
     commands: list[tuple[str, Command]] = []
     for state in states if going else ():
         membership = state.membership
@@ -248,7 +232,7 @@ def _withdrawn_from(
 
 
 def _commands(
-    decided: Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
+    decided: job_queue.Plan, runs: Mapping[str, str], lost: Mapping[str, Collection[str]]
 ) -> list[tuple[str, Command]]:
     """Convert a plan to commands. Those that free nodes come first, as other jobs wait for them."""
     commands: list[tuple[str, Command]] = []

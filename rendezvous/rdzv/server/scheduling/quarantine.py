@@ -57,10 +57,6 @@ class Quarantine:
 
         Return the command that must precede the step (None unless the job must release a node) and
         the rows for the job's history.
-
-        Raises:
-            RendezvousConnectionError: the verdict could not be stored; retry the step.
-
         """
         after, now_ms = transition.state.membership, self._clock.now_ms()
         strikes = strikes_in(after.rdzv_id, after.run, transition.events, now_ms)
@@ -95,7 +91,6 @@ class Quarantine:
         return outcomes[-1]
 
     async def lift(self, node_id: str) -> bool:
-        """Lift a node's quarantine, and return whether the node was quarantined."""
         held = node_id in self.nodes
 
         def lifted(now: Restrictions) -> Restrictions:

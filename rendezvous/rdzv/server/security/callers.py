@@ -64,7 +64,6 @@ class Caller:
 
     @property
     def shown(self) -> str:
-        """The caller's roles in words, omitting roles that are implied by others."""
         own = [
             role
             for role in Role
@@ -88,12 +87,6 @@ present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 
 
 def name_of(text: str) -> str:
-    """Return a caller's name if it is valid.
-
-    Raises:
-        InvalidRequestError: no caller can have this name.
-
-    """
     if not _NAME.fullmatch(text):
         raise InvalidRequestError(
             f"{text[:140]!r} is not the name of a caller; give at most 128 letters, "
@@ -103,12 +96,6 @@ def name_of(text: str) -> str:
 
 
 def roles_of(names: Iterable[str]) -> tuple[Role, ...]:
-    """Return the roles with these names, without duplicates.
-
-    Raises:
-        InvalidRequestError: a role does not exist, or none was given.
-
-    """
     known = {role.value: role for role in Role}
     found = dict[Role, None]()
     for name in names:
@@ -128,12 +115,7 @@ def implied(roles: Iterable[Role]) -> frozenset[Role]:
 
 @functools.lru_cache(maxsize=4096)
 def certified(pem: bytes) -> Caller:
-    """Return the caller named by this certificate, which TLS has already verified.
-
-    Raises:
-        UnauthenticatedError: the certificate cannot be read, or has no valid name.
-
-    """
+    """Return the caller named by this certificate, which TLS has already verified."""
     try:
         certificate = read_certificate(pem, "the certificate that was shown")
     except InvalidRequestError as error:
@@ -156,12 +138,6 @@ def is_jwt(token: str) -> bool:
 
 
 def bearer(header: str) -> str:
-    """Return the token in an `authorization` header.
-
-    Raises:
-        UnauthenticatedError: the header contains no bearer token.
-
-    """
     kind, _, text = header.strip().partition(" ")
     if kind.lower() != "bearer" or not text.strip():
         raise UnauthenticatedError(

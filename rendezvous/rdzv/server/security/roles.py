@@ -70,7 +70,6 @@ ATTACH = Row(frozenset({Role.NODE, Role.SUBMIT}), Whose.OWN_NODE)
 
 
 def refuse_without_role(caller: Caller, row: Row, what: str) -> None:
-    """Refuse a call if the caller has none of the roles that permit it."""
     if not caller.has(row.roles):
         raise DeniedError(
             f"{caller} may not {what}: that needs the role {row.needed}, and it has "
@@ -162,7 +161,7 @@ LOG_EVERY_MS = 1_000
 
 @dataclass(slots=True)
 class Change:
-    """The change made by the current call, with the old and new values; empty if there is none."""
+    """The change made by the current call; empty if there is none."""
 
     text: str = ""
 
@@ -303,7 +302,6 @@ class Gate:
         return await self._accounts.caller(text)
 
     async def _check(self, caller: Caller, row: Row, call: Call) -> None:
-        """Refuse a call that this caller may not make."""
         refuse_without_role(caller, row, call.what)
         rdzv_id = getattr(call.request, "rdzv_id", None)
         if row.whose is not Whose.OWN_JOB or caller.admin or rdzv_id is None:
@@ -327,7 +325,6 @@ class Gate:
         self._logged_ms, self._unlogged = now_ms, 0
 
     async def _audit(self, caller: Caller, call: Call, change: str, end: str) -> None:
-        """Record a change and its caller, with the old and new values."""
         verb, request = call.verb or call.what, call.request
         named = (getattr(request, key, "") for key in ("rdzv_id", "node_id", "name", "id_or_name"))
         target = next(filter(None, named), "")

@@ -181,12 +181,6 @@ class IssuerKeys:
 
 
 async def fetch_keys(oidc: Oidc) -> Keys:
-    """Fetch an issuer's keys by OpenID discovery.
-
-    Raises:
-        FetchError: the keys cannot be fetched.
-
-    """
     assert oidc.issuer is not None, "without it, no tokens are accepted"
     headers = {"Accept": "application/json"}
     try:
@@ -240,12 +234,7 @@ async def _json(session: aiohttp.ClientSession, address: str) -> dict[str, objec
 
 
 def read_keys(document: Mapping[str, object]) -> Keys:
-    """Return the keys in a JWK set that can verify signatures of `ALGORITHMS`, by `kid`.
-
-    Raises:
-        FetchError: there is no such key.
-
-    """
+    """Return the keys in a JWK set that can verify signatures of `ALGORITHMS`, by `kid`."""
     listed = document.get("keys")
     found: dict[str, jwt.PyJWK] = {}
     for one in listed[:MOST_KEYS] if isinstance(listed, list) else ():
@@ -283,15 +272,7 @@ class ServiceAccounts:
         self._accounts = {(one.namespace, one.name or ""): one for one in oidc.account}
 
     async def caller(self, text: str) -> Caller:
-        """Return the caller identified by this token. Errors never quote the token.
-
-        Raises:
-            UnauthenticatedError: the token is invalid or not meant for this server, or its account
-                is unknown.
-            RendezvousConnectionError: the issuer's keys are unknown and cannot be fetched now.
-            LimitExceededError: too many callers are waiting for the issuer's keys.
-
-        """
+        """Return the caller identified by this token. Errors never quote the token."""
         try:
             header = jwt.get_unverified_header(text)
             claimed = jwt.decode(text, options={"verify_signature": False})
@@ -317,7 +298,6 @@ class ServiceAccounts:
         return self._known(self._checked(text, key))
 
     def _checked(self, text: str, key: jwt.PyJWK) -> Mapping[str, Any]:
-        """Return a token's claims if it is authentic, unexpired, and meant for this server."""
         oidc = self._oidc
         try:
             claims: dict[str, Any] = jwt.decode(
@@ -371,7 +351,6 @@ def _name(account: OidcAccount, namespace: str, name: str, claims: Mapping[str, 
 
 
 def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
-    """Return why a token was refused, with the expected and the actual value."""
     renewed = "kubelet renews a projected one by itself, and its file is read at each call"
     match error:
         case jwt.ExpiredSignatureError():

@@ -34,8 +34,6 @@ log = logging.getLogger("rdzv.server")
 
 @struct(frozen=True)
 class _Loaded:
-    """One version of the files, loaded for use."""
-
     stamp: Stamp
     shown: Certificate
     key: os.stat_result
@@ -73,7 +71,6 @@ class Tls:
         return self._now.shown
 
     def expires(self) -> datetime:
-        """Return when the certificate for new connections expires."""
         self.refresh()
         return self.shown.not_after
 
@@ -118,7 +115,6 @@ class Tls:
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _: str | None, __: ssl.SSLContext
     ) -> None:
-        """Make one HTTP handshake use the current files."""
         self.refresh()
         connection.context = self._now.context
 

@@ -19,14 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from rdzv.errors import (
-    InvalidRequestError,
-    LimitExceededError,
-    RendezvousError,
-    RendezvousStateError,
-    UnauthenticatedError,
-    UnknownTokenError,
-)
+from rdzv import errors
 from rdzv.runtime.clock import DAY_MS, MINUTE_MS, Clock
 from rdzv.runtime.tasks import Tasks
 from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess, unreadable
@@ -94,10 +87,6 @@ def text_in(file: Path) -> str:
     """Return the token in a file; if the file does not exist, create it with a new token.
 
     Only the account that runs rdzvd can read a file created here.
-
-    Raises:
-        InvalidRequestError: the file cannot be read or created, or contains no token.
-
     """
     try:
         try:
@@ -111,12 +100,12 @@ def text_in(file: Path) -> str:
                 out.flush()
                 os.fsync(out.fileno())
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"the first admin's token cannot be written to {file}: {error}; give another file "
             "with --init-admin-token"
         ) from error
     if not _TEXT.fullmatch(text):
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"{file} holds no token; remove it, and rdzvd makes it with one, or give another file "
             "with --init-admin-token"
         )
@@ -152,17 +141,10 @@ class TokenStore:
         self._storing_use = False
 
     async def start(self, admin_token: Path | None) -> None:
-        """Read the stored tokens; with `admin_token`, make sure that an admin has a token.
-
-        Raises:
-            InvalidRequestError: tokens exist, but this server requires no authentication.
-            RendezvousConnectionError: the store is unavailable.
-            RendezvousStateError: the stored tokens cannot be read.
-
-        """
+        """Read the stored tokens; with `admin_token`, make sure that an admin has a token."""
         await self._document.load()
         if not self._auth and self._document.revision > 0:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 "tokens were made for this server, but it would let any caller do anything; start "
                 "it with --auth=required"
             )
@@ -174,19 +156,12 @@ class TokenStore:
         return self._document.value
 
     def listed(self) -> tuple[StoredToken, ...]:
-        """Return the stored tokens, oldest first."""
         return tuple(sorted(self._tokens.values(), key=lambda token: token.created_ms))
 
     def has(self, token_id: str) -> bool:
         return token_id in self._tokens
 
     def caller(self, text: str) -> Caller:
-        """Return the caller identified by a token's text.
-
-        Raises:
-            UnauthenticatedError: the token is unknown, was revoked, or has expired.
-
-        """
         now_ms = self._clock.now_ms()
         caller = caller_by(self._tokens, text, now_ms)
         token = self._tokens[caller.token]
@@ -200,16 +175,9 @@ class TokenStore:
     async def create(
         self, name: str, roles: Sequence[Role], expires_in_ms: int
     ) -> tuple[StoredToken, str]:
-        """Create a token and return it with its text. If `expires_in_ms` is 0, it never expires.
-
-        Raises:
-            InvalidRequestError: this server does not check tokens, so callers must not rely on one.
-            LimitExceededError: there are too many tokens.
-            RendezvousError: the change was not stored; retry.
-
-        """
+        """Create a token and return it with its text. If `expires_in_ms` is 0, it never expires."""
         if not self._auth:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 "this server lets any caller do anything, so a token would protect nothing; "
                 "start rdzvd with --auth=required --init-admin-token=FILE"
             )
@@ -218,13 +186,7 @@ class TokenStore:
         return token, text
 
     async def ensure_admin(self, file: Path) -> None:
-        """Make the token in `file` an admin's, unless an admin already has a valid token.
-
-        Raises:
-            InvalidRequestError: the file is unusable.
-            RendezvousError: the token was not stored.
-
-        """
+        """Make the token in `file` an admin's, unless an admin already has a valid token."""
         now_ms = self._clock.now_ms()
         if any(Role.ADMIN in one.roles and one.valid(now_ms) for one in self._tokens.values()):
             return
@@ -232,17 +194,10 @@ class TokenStore:
         log.warning("token %s in %s is an admin's: there was no other", token.id, file)
 
     async def revoke(self, id_or_name: str) -> tuple[StoredToken, ...]:
-        """Revoke one token by its id, or all tokens with a given name; return the revoked tokens.
-
-        Raises:
-            UnknownTokenError: there is no such token.
-            RendezvousError: the tokens may still be valid; retry.
-
-        """
         async with self._lock:
             gone = tuple(t for t in self.listed() if id_or_name in (t.id, t.name))
             if not gone:
-                raise UnknownTokenError(
+                raise errors.UnknownTokenError(
                     f"there is no token {id_or_name}, nor any of that name; `rdzvctl tokens list` "
                     "shows those that are"
                 )
@@ -258,7 +213,7 @@ class TokenStore:
             now_ms = self._clock.now_ms()
             kept = {i: t for i, t in self._tokens.items() if t.valid(now_ms - EXPIRED_KEPT_MS)}
             if len(kept) >= TOKENS_AT_ONCE:
-                raise LimitExceededError(
+                raise errors.LimitExceededError(
                     f"there are {len(kept)} tokens, which is the limit; revoke some, with "
                     "`rdzvctl tokens revoke`"
                 )
@@ -272,7 +227,7 @@ class TokenStore:
         try:
             async with self._lock:
                 await self._write(self._tokens)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             log.debug("cannot store when tokens were last used: %s", error)
         finally:
             self._storing_use = False
@@ -290,18 +245,12 @@ class TokenStore:
 
 
 def decode(data: bytes) -> tuple[StoredToken, ...]:
-    """Decode the stored tokens.
-
-    Raises:
-        RendezvousStateError: they cannot be read.
-
-    """
     try:
         document = msgspec.json.decode(data, type=_Document)
     except msgspec.DecodeError as error:
         raise unreadable(TOKENS, error) from error
     if document.format != 1:
-        raise RendezvousStateError(
+        raise errors.RendezvousStateError(
             f"the record {TOKENS} has format {document.format}, and this rdzvd reads format 1; "
             "start the rdzvd version that wrote it"
         )
@@ -309,23 +258,18 @@ def decode(data: bytes) -> tuple[StoredToken, ...]:
 
 
 def caller_by(tokens: dict[str, StoredToken], text: str, now_ms: int) -> Caller:
-    """Return the caller that owns this token. Errors do not quote the token.
-
-    Raises:
-        UnauthenticatedError: no valid token has this text.
-
-    """
+    """Return the caller that owns this token. Errors do not quote the token."""
     found = _TEXT.fullmatch(text)
     token = tokens.get(found.group(1)) if found else None
     # Always compare the whole text, so that the time taken does not reveal how much of it is right.
     same = hmac.compare_digest(_hash(text), token.sha256 if token is not None else "")
     if token is None or not same:
-        raise UnauthenticatedError(
+        raise errors.UnauthenticatedError(
             "the token that was shown is not known here, or was revoked; ask an admin for another "
             "(`rdzvctl tokens create`)"
         )
     if not token.valid(now_ms):
-        raise UnauthenticatedError(
+        raise errors.UnauthenticatedError(
             f"token {token.id} of {token.name} has expired; ask an admin for another "
             f"(`rdzvctl tokens create {token.name}`)"
         )

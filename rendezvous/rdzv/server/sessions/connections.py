@@ -49,7 +49,6 @@ class Leases:
         self._hear_timer = Timer(driver.clock, lambda _: self._feed_heard())
 
     def start(self, leadership: int) -> None:
-        """Set this server's leadership number, on which incarnations are based."""
         self._nodes = replace(self._nodes, leadership=leadership)
 
     def stop(self) -> None:
@@ -104,7 +103,6 @@ class Leases:
             self.step(nodes.Hear(heard))
 
     def renew(self, late_ms: int) -> None:
-        """Renew every lease, because silence while this server was paused proves nothing."""
         log.warning("this server was blocked for %.1f s; renewing all leases", late_ms / 1000)
         self.step(nodes.Pause())
 
@@ -167,7 +165,6 @@ class Connections:
         return stream
 
     def note_standing_by(self, addresses: tuple[str, ...]) -> None:
-        """Send the list of standby servers to all nodes, now and as each node connects."""
         if addresses != self._standing_by.addresses:
             self._standing_by = Servers(addresses)
             for stream in list(self._driver.streams.open.values()):
@@ -206,7 +203,6 @@ class Connections:
         self._driver.leases.hear(stream.node_id)
 
     def plan_away(self, stream: Stream, deadline_ms: int) -> None:
-        """Record that an agent is going away on purpose and will return within `deadline_ms`."""
         self._driver.leases.step(nodes.PlanAway(stream.node_id, stream.number, deadline_ms))
 
     def note_event(self, event: nodes.NodesEvent) -> None:

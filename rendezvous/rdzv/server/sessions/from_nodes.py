@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rdzv import bounds
+from rdzv import bounds, errors
 from rdzv.core.commands import Command, Join, MarkHeard, MarkLost, Resume, Tick, Withdraw
 from rdzv.core.fleet import nodes
 from rdzv.core.life.joining import joined_replaced_run
@@ -25,16 +25,6 @@ from rdzv.core.life.leaving import unheard
 from rdzv.core.life.runs import ended_run
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State, is_placeholder
-from rdzv.errors import (
-    InvariantError,
-    LimitExceededError,
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousStateError,
-    RunStoppingError,
-    UnknownNodeError,
-)
 from rdzv.messages import (
     Arrivals,
     Belief,
@@ -73,24 +63,18 @@ class NodeCommands:
         self._driver = driver
 
     async def hear(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a node's command; a refusal is sent to the node and never raised."""
         try:
             self._check_room_for(stream.node_id, rdzv_id, command)
             await self.insist(stream, rdzv_id, command)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
-        """Refuse a join by a node that is in too many jobs: a single hello must name them all.
-
-        Raises:
-            LimitExceededError: the node is in as many jobs as the limit allows.
-
-        """
+        """Refuse a join by a node that is in too many jobs: a single hello must name them all."""
         held, most = self._driver.node_jobs.jobs_of(node_id), bounds.JOBS_PER_NODE
         if isinstance(command, Join) and rdzv_id not in held and len(held) >= most:
-            raise LimitExceededError(
+            raise errors.LimitExceededError(
                 f"{node_id} is already in {len(held)} jobs, and the limit is {most}; leave one"
             )
 
@@ -124,9 +108,9 @@ class NodeCommands:
         while True:
             try:
                 return await self._driver.engine.submit(rdzv_id, command, guard)
-            except RunStoppingError as error:
+            except errors.RunStoppingError as error:
                 reason = str(error)
-            except RendezvousConnectionError as error:
+            except errors.RendezvousConnectionError as error:
                 reason = f"the server cannot store this node's report, and retries: {error}"
             if reason != said:
                 stream.send(Waiting(rdzv_id, reason))
@@ -134,15 +118,14 @@ class NodeCommands:
             await sleep_ms(self._driver.clock, STORE_RETRY_MS)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
-        """Submit a command that results from a report; log a refusal instead of raising it."""
         try:
             await self.insist(stream, rdzv_id, command)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             log.error(
                 "job %s: could not record the state of %s: %s", rdzv_id, stream.node_id, error
             )
 
-    async def refuse(self, stream: Stream, belief: Belief, error: RendezvousError) -> None:
+    async def refuse(self, stream: Stream, belief: Belief, error: errors.RendezvousError) -> None:
         """Send a node a refusal or, if its run is over, the way the run ended.
 
         A refusal caused by an error in this server makes a node reconnect. If the node has other
@@ -150,7 +133,7 @@ class NodeCommands:
         """
         try:
             await self._refuse_as_it_is(stream, belief, error)
-        except (InvariantError, RendezvousStateError) as own:
+        except (errors.InvariantError, errors.RendezvousStateError) as own:
             log.error("job %s: lost a report from %s: %s", belief.rdzv_id, stream.node_id, own)
             if self._driver.node_jobs.jobs_of(stream.node_id) - {belief.rdzv_id}:
                 reason = f"the server can decide nothing about this job: {own}"
@@ -159,14 +142,14 @@ class NodeCommands:
                 stream.send(Refused(belief.rdzv_id, own.code, str(own)))
 
     async def _refuse_as_it_is(
-        self, stream: Stream, belief: Belief, error: RendezvousError
+        self, stream: Stream, belief: Belief, error: errors.RendezvousError
     ) -> None:
-        if isinstance(error, InvariantError | RendezvousStateError):
+        if isinstance(error, errors.InvariantError | errors.RendezvousStateError):
             raise error
-        if isinstance(error, UnknownNodeError):
+        if isinstance(error, errors.UnknownNodeError):
             log_unknown(stream, belief)
             return
-        if isinstance(error, RendezvousClosedError) and belief.run:
+        if isinstance(error, errors.RendezvousClosedError) and belief.run:
             state = await self.latest(stream, belief.rdzv_id)
             if ended := ended_run(state, belief.run):
                 stream.send(Closed(belief.rdzv_id, belief.run, ended))
@@ -175,7 +158,7 @@ class NodeCommands:
             text = (
                 f"run {belief.run} is not over after all; send Hello again with the node's beliefs"
             )
-            error = UnknownNodeError(text)
+            error = errors.UnknownNodeError(text)
         stream.send(Refused(belief.rdzv_id, error.code, str(error)))
 
 
@@ -221,7 +204,7 @@ class Recovery:
             # Waiting nodes and takeovers of seats are not stored, so the node must report again.
             stream.greeted = False
             text = "the server has loaded this job again; send Hello again with the node's beliefs"
-            stream.send(Refused(membership.rdzv_id, UnknownNodeError.code, text))
+            stream.send(Refused(membership.rdzv_id, errors.UnknownNodeError.code, text))
             return
         belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
         for message in announcements.missed(state, stream.node_id, belief, now_ms):
@@ -269,7 +252,7 @@ class Recovery:
                 for command in belief.commands:
                     state = await self._driver.commands.insist(stream, belief.rdzv_id, command)
                     joined |= isinstance(command, Join)
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             await self._driver.commands.refuse(stream, belief, error)
             return belief
         # Another caller's step may have been published in the meantime.
@@ -310,7 +293,6 @@ class Recovery:
                 await self._driver.commands.insist_or_log(stream, rdzv_id, lost)
 
     async def _tell_placements(self, stream: Stream) -> None:
-        """Send a returning node the submitted jobs that it must run or release."""
         node_id, held = stream.node_id, self._driver.fleet.held(stream.node_id)
         # Visit only jobs with placements: beliefs cover all others, and thousands of nodes may
         # return at once.
@@ -322,7 +304,7 @@ class Recovery:
         for rdzv_id in {*placed, *held}:
             try:
                 state = await self._driver.commands.latest(stream, rdzv_id)
-            except RendezvousError as error:
+            except errors.RendezvousError as error:
                 log.warning(
                     "cannot announce to %s its placement in %s: %s", node_id, rdzv_id, error
                 )
@@ -341,12 +323,7 @@ class Reports:
         self._driver = driver
 
     def take(self, stream: Stream, said: Report) -> None:
-        """Handle a report, unless it is about another round than the job's live one.
-
-        Raises:
-            InvalidRequestError: the report names a worker that the node does not have.
-
-        """
+        """Handle a report, unless it is about another round than the job's live one."""
         if not self._driver.streams.is_current(stream):
             return
         node_id, diagnosis = stream.node_id, self._driver.diagnosis
@@ -392,7 +369,6 @@ class Reports:
         node_id: str,
         said: Progress | WorkersStarted | SnapshotsHeld | Arrivals,
     ) -> bool:
-        """Record a report about workers, and return whether it changes what is shown of the job."""
         now_ms, diagnosis = self._driver.clock.now_ms(), self._driver.diagnosis
         match said:
             case Progress():

@@ -74,7 +74,6 @@ class NodeJobs:
                     self.add(job, node_id)
 
     def note_end(self, job: Job, news: News) -> None:
-        """If a step ended a run, remove the nodes that are no longer in the job."""
         if any(isinstance(event, RunEnded) for event in news.events):
             for node_id in tuple(job.node_ids):
                 if not (news.after.present(node_id) or node_id in unheard(news.after)):
@@ -96,7 +95,6 @@ class NodeJobs:
         rdzv_ids: Iterable[str] | None = None,
         lost: nodes.NodeGivenUp | None = None,
     ) -> None:
-        """Schedule an update about a node in the named jobs, or in all jobs that it may be in."""
         if rdzv_ids is None:
             rdzv_ids = tuple(self.jobs_of(node_id))
         for rdzv_id in rdzv_ids:
@@ -109,7 +107,6 @@ class NodeJobs:
                 to_mark[node_id] = lost or to_mark.get(node_id)
 
     async def _mark_all(self, rdzv_id: str) -> None:
-        """Mark a job's nodes as away, back or lost until all of them have been marked."""
         to_mark = self._to_mark[rdzv_id]
         try:
             while to_mark and not self._driver.streams.closed:
@@ -126,7 +123,6 @@ class NodeJobs:
             del self._to_mark[rdzv_id]
 
     async def _mark(self, rdzv_id: str, marked: Mapping[str, nodes.NodeGivenUp | None]) -> bool:
-        """Update a job about these nodes in one commit; return False if it must be retried."""
         names = listed(marked)
         try:
             async with self._driver.jobs.claim(rdzv_id) as job:

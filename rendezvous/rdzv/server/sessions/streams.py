@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from rdzv import messages
 from rdzv.core.commands import Join
 from rdzv.core.model import UNKNOWN_INSTANCE, Assignment, Instance, State
 from rdzv.errors import (
@@ -18,17 +19,6 @@ from rdzv.errors import (
     RendezvousConnectionError,
     RendezvousError,
     UnauthenticatedError,
-)
-from rdzv.messages import (
-    Announcement,
-    Closed,
-    Joined,
-    Lease,
-    Refused,
-    RoundOver,
-    Servers,
-    Waiting,
-    Welcome,
 )
 from rdzv.server.engine.jobs import News
 from rdzv.server.security.callers import ANYBODY, Caller
@@ -43,7 +33,7 @@ LINGER_S = 0.05
 AT_ONCE = 64
 """The maximum number of messages written at once."""
 
-_PATIENT = (Welcome, Servers, Joined, Lease, Waiting)
+_PATIENT = (messages.Welcome, messages.Servers, messages.Joined, messages.Lease, messages.Waiting)
 """Messages that may wait, because a node does not act on them urgently."""
 
 
@@ -54,12 +44,12 @@ class StreamOutbox:
         """Hold at most `limit` messages. Without `lingers`, every message is due at once."""
         self.limit = limit
         self._lingers = lingers
-        self._waiting: list[Announcement] = []
+        self._waiting: list[messages.Announcement] = []
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def put(self, told: Announcement) -> bool:
+    def put(self, told: messages.Announcement) -> bool:
         if len(self._waiting) >= self.limit:
             return False
         self._waiting.append(told)
@@ -74,7 +64,7 @@ class StreamOutbox:
         self._closed = True
         self._due.set()
 
-    async def take(self) -> list[Announcement]:
+    async def take(self) -> list[messages.Announcement]:
         """Wait until a message is due, and return the waiting messages as `take_now` does.
 
         Returns an empty list once the outbox is closed.
@@ -82,8 +72,7 @@ class StreamOutbox:
         await self._due.wait()
         return [] if self._closed else self.take_now()
 
-    def take_now(self) -> list[Announcement]:
-        """Remove and return up to `AT_ONCE` waiting messages, due or not, oldest first."""
+    def take_now(self) -> list[messages.Announcement]:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -124,7 +113,7 @@ class Stream:
         self.takes_several = takes_several
         """Whether the node can read several messages packed into one."""
         self.outbox = StreamOutbox(limit, lingers=takes_several)
-        self.last_announced: dict[str, Announcement] = {}
+        self.last_announced: dict[str, messages.Announcement] = {}
         self._ended: asyncio.Future[RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
         )
@@ -133,7 +122,7 @@ class Stream:
     def open(self) -> bool:
         return not self._ended.done()
 
-    def send(self, told: Announcement, *, again: bool = False) -> None:
+    def send(self, told: messages.Announcement, *, again: bool = False) -> None:
         """Queue a message, or do nothing if the stream has ended.
 
         A message that only repeats the previous one about its job is skipped unless `again` is set.
@@ -151,12 +140,11 @@ class Stream:
                 )
             )
 
-    def _repeats(self, told: Announcement) -> bool:
-        """Return whether a message only repeats the previous one about the same job."""
-        if isinstance(told, Joined | Closed | Refused):
+    def _repeats(self, told: messages.Announcement) -> bool:
+        if isinstance(told, messages.Joined | messages.Closed | messages.Refused):
             # The node drops messages about a round that arrive before it knows the run.
             self.forget(told.rdzv_id)
-        if not isinstance(told, Assignment | RoundOver | Waiting):
+        if not isinstance(told, Assignment | messages.RoundOver | messages.Waiting):
             return False
         repeated = self.last_announced.get(told.rdzv_id) == told
         self.last_announced[told.rdzv_id] = told
@@ -166,7 +154,6 @@ class Stream:
         self.last_announced.pop(rdzv_id, None)
 
     def close(self, error: RendezvousError | None = None) -> None:
-        """End the stream, with an optional error for the node; only the first call counts."""
         if self.open:
             self._ended.set_result(error)
             self.outbox.close()
@@ -182,7 +169,6 @@ class Stream:
             inside = False
 
     async def ended(self) -> RendezvousError | None:
-        """Wait until the stream ends, and return the error that was passed to `close`, if any."""
         return await asyncio.shield(self._ended)
 
 
@@ -206,7 +192,6 @@ class Streams:
         self._empty.clear()
 
     def remove(self, stream: Stream) -> bool:
-        """Remove a stream that has ended, and return whether it was the node's current stream."""
         current = self.is_current(stream)
         if current:
             del self._open[stream.node_id]
@@ -228,14 +213,13 @@ class Streams:
 
     # ---------------------------------------------------------------- sending to nodes
 
-    def send(self, node_id: str, message: Announcement) -> bool:
+    def send(self, node_id: str, message: messages.Announcement) -> bool:
         stream = self._open.get(node_id)
         if stream is not None:
             stream.send(message)
         return stream is not None
 
     def announce(self, news: News) -> None:
-        """Send the messages that a step causes to the nodes concerned. Never waits."""
         now_ms = self._driver.clock.now_ms()
         if isinstance(news.command, Join):
             self._announce_join(news.before, news.after, news.command, now_ms)
@@ -251,7 +235,7 @@ class Streams:
     def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
         membership, node_id = after.membership, command.node_id
         run = (membership.rdzv_id, membership.run, membership.run_number)
-        self.send(node_id, Joined(*run, self._driver.diagnosis.starts.forks(after)))
+        self.send(node_id, messages.Joined(*run, self._driver.diagnosis.starts.forks(after)))
         if node_id in after.waiting:
             self.send(node_id, announcements.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)
@@ -272,7 +256,6 @@ class Streams:
                 stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
 
     def close_all(self, error: RendezvousError) -> None:
-        """Close every stream with this error and open no more; no node or job changes state."""
         self.closed = True
         for stream in self._open.values():
             stream.close(error)

@@ -26,13 +26,6 @@ _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 def check(settings: RdzvdSettings) -> None:
-    """Refuse an unsafe configuration and files that cannot be used.
-
-    Raises:
-        InvalidRequestError: the configuration is unsafe, or a file is unusable; the message
-            includes the remedy.
-
-    """
     for listen, what in ((settings.listen, ""), (settings.http, "--http ")):
         if listen and not listen.loopback and not settings.insecure and settings.open:
             raise InvalidRequestError(
@@ -109,12 +102,6 @@ class Configuration:
     """The configuration of one rdzvd, from its start through all reloads."""
 
     def __init__(self, file: Path | None, given: Mapping[str, object]) -> None:
-        """Read the file; values `given` on the command line take precedence.
-
-        Raises:
-            InvalidRequestError: the configuration has errors, all of which are listed.
-
-        """
         self._file = file or _default_file()
         self._given = given
         self.loaded = load(RdzvdSettings, self._file, given)

@@ -33,12 +33,6 @@ DAY = 24 * HOUR
 
 
 def _grafana(text: str) -> None:
-    """Refuse text that is not the address of a Grafana server.
-
-    Raises:
-        InvalidRequestError: the text is not an http or https URL, or has a query or a fragment.
-
-    """
     url = urlsplit(text)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
         raise InvalidRequestError(
@@ -82,7 +76,6 @@ class TlsSettings(Table, frozen=True):
 
     @property
     def pair(self) -> tuple[Path, Path] | None:
-        """The certificate and its key, or None if connections are not encrypted."""
         return None if self.cert is None or self.key is None else (self.cert, self.key)
 
     @property
@@ -90,12 +83,6 @@ class TlsSettings(Table, frozen=True):
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
     def check(self) -> Certificate:
-        """Check the files and return the server's certificate.
-
-        Raises:
-            InvalidRequestError: a file cannot be used; the message names the file and the remedy.
-
-        """
         assert self.pair is not None, "there are no files to check"
         if self.client_ca is not None:
             check_authorities(self.client_ca, "client CA")
@@ -182,12 +169,7 @@ class Oidc(Table, frozen=True):
         How long the keys stay good while the issuer cannot be reached.""")] = DAY
 
     def check(self) -> None:
-        """Check everything that can be checked without the issuer.
-
-        Raises:
-            InvalidRequestError: a file cannot be used, or PyJWT is missing.
-
-        """
+        """Check everything that can be checked without the issuer."""
         if find_spec("jwt") is None:
             raise InvalidRequestError(
                 f"`oidc.issuer` = {self.issuer!r} needs PyJWT, which is not installed here; "
@@ -222,12 +204,6 @@ class Etcd(Table, frozen=True):
         without need.""")] = 3
 
     def config(self) -> "EtcdConfig | None":
-        """Read the password and return how the cluster is reached, or None if there is none.
-
-        Raises:
-            InvalidRequestError: the password cannot be read.
-
-        """
         from rdzv.stores.etcd_config import EtcdConfig, first_line
 
         if not self.endpoints:
@@ -254,12 +230,6 @@ class Notify(Table, frozen=True):
         Report a job that has waited in the queue for this long; 0: never.""")] = 10 * MINUTE
 
     def read_url(self) -> str:
-        """Return the webhook's address, which is read from its file.
-
-        Raises:
-            InvalidRequestError: the file cannot be read, or does not begin with an address.
-
-        """
         from rdzv.stores.etcd_config import first_line
 
         assert self.url_file is not None, "there is no webhook"
@@ -321,8 +291,6 @@ class Timings(Table, frozen=True):
 
 
 def _in_order(lower: str, upper: str) -> Rule:
-    """Return the rule that the setting `lower` must not exceed the setting `upper`."""
-
     def broken(settings: Table) -> str:
         known = settings_of(RdzvdSettings)
         one, other = known[lower].of(settings), known[upper].of(settings)

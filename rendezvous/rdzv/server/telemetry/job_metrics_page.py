@@ -16,15 +16,7 @@ from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
 from rdzv.core.model import Cause, JobState, Membership, NodeState, State, job_state
 from rdzv.core.snapshots import SnapshotsKnown
-from rdzv.server.telemetry.server_metrics import (
-    CHANGES,
-    FORMATION,
-    MEMBERSHIP_CHANGES,
-    RECOVERY,
-    ROUNDS_ENDED,
-    JobTally,
-    Sum,
-)
+from rdzv.server.telemetry import server_metrics
 from rdzv.view.ledger import LedgerPhase
 
 JOB_METRICS: Mapping[str, str] = {
@@ -70,9 +62,9 @@ JOB_METRICS: Mapping[str, str] = {
     "snapshot_bytes": "Size of these snapshots.",
     "progress_workers": "Workers that have reported a step in the live round.",
     "rounds_completed_total": "Rounds that were completed.",
-    "rounds_ended_total": ROUNDS_ENDED,
+    "rounds_ended_total": server_metrics.ROUNDS_ENDED,
     "restarts_total": "Restarts spent on worker failures.",
-    "membership_changes_total": MEMBERSHIP_CHANGES,
+    "membership_changes_total": server_metrics.MEMBERSHIP_CHANGES,
     "worker_failures_total": "Workers that failed.",
     "running_seconds_total": "Time in which a round was live.",
     "elapsed_seconds_total": "Time since this server knows of the run.",
@@ -80,15 +72,14 @@ JOB_METRICS: Mapping[str, str] = {
     "when a failure, or a first step, turns out to be older than its report.",
     "goodput_ratio": "Training's share of that time.",
     "node_seconds": "Time of all nodes that the job held, by how it was spent.",
-    "formation_seconds": FORMATION,
-    "recovery_seconds": RECOVERY,
+    "formation_seconds": server_metrics.FORMATION,
+    "recovery_seconds": server_metrics.RECOVERY,
 }
 """The help text of each job metric, named without `rdzv_job_`. The label `rdzv_id` names the job.
 """
 
 
 def node_states(state: State) -> Counter[NodeState]:
-    """Count a job's nodes by the state that `status` shows."""
     membership, away = state.membership, state.away
     round_ = membership.round
     found: Counter[NodeState] = Counter()
@@ -145,13 +136,12 @@ def why_not_running(state: State) -> str:
 
 
 def _flapping(state: State, now_ms: int) -> int:
-    """Count the nodes that have recently been lost more than once."""
     newest = {departure.node_id: departure.at_ms for departure in state.membership.departures}
     since_ms = now_ms - FLAP_WINDOW_MS
     return sum(1 for node_id in holds(state) if newest[node_id] > since_ms)
 
 
-Value = float | Sum | None
+Value = float | server_metrics.Sum | None
 
 
 class JobPage:
@@ -164,7 +154,7 @@ class JobPage:
         self,
         rdzv_id: str,
         present: JobState,
-        tally: JobTally,
+        tally: server_metrics.JobTally,
         phases: tuple[Mapping[str, int], Mapping[str, int]],
         now_ms: int,
     ) -> None:
@@ -180,7 +170,8 @@ class JobPage:
             rounds_ended_total=_by("cause", {c: counts["rounds_ended_total", c] for c in Cause}),
             restarts_total=counts["restarts_total",],
             membership_changes_total=_by(
-                "kind", {kind: counts["membership_changes_total", kind] for kind in CHANGES}
+                "kind",
+                {kind: counts["membership_changes_total", kind] for kind in server_metrics.CHANGES},
             ),
             worker_failures_total=counts["worker_failures_total",],
             running_seconds_total=tally.running_until(now_ms) / 1000,
@@ -263,7 +254,6 @@ class JobPage:
     def add_snapshots(
         self, state: State, snapshots: SnapshotsKnown, progress: Sequence[RankProgress], now_ms: int
     ) -> None:
-        """Add what is known about the snapshots of a live job's state in its nodes' memory."""
         whole, loss, held = snapshots.whole, snapshots.node_loss, snapshots.held.values()
         lost_steps = snapshots.lost_steps(one.step for one in progress) if whole else None
         self._add(
@@ -283,7 +273,7 @@ class JobPage:
             several = value if isinstance(value, Mapping) else {"": value}
             for label, one in several.items():
                 labels = f"{{{job},{label}}}" if label else f"{{{job}}}"
-                if isinstance(one, Sum):
+                if isinstance(one, server_metrics.Sum):
                     self._lines[name] += (
                         f"rdzv_job_{name}_count{labels} {one.count}\n",
                         f"rdzv_job_{name}_sum{labels} {one.ms / 1000}\n",

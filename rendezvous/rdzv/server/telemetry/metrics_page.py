@@ -164,12 +164,7 @@ class MetricsPage(Collector):
             yield by_label(name, text, label, values)
 
     async def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format; other tasks run in between.
-
-        Raises:
-            LimitExceededError: too many scrapes are in progress.
-
-        """
+        """Return all metrics in Prometheus's text format; other tasks run in between."""
         if self._scrapes >= SCRAPES:
             raise LimitExceededError(
                 f"{self._scrapes} callers read metrics here, which is the limit; scrape less often"

@@ -67,7 +67,6 @@ class Notifications:
         self._queued: dict[str, asyncio.TimerHandle] = {}
 
     def recorded(self, rows: Sequence[Record]) -> None:
-        """Queue the notifications that these history rows call for."""
         for row in rows:
             for notification in self._of(row):
                 self._put(notification)
@@ -120,18 +119,15 @@ class Notifications:
 
     @property
     def queued(self) -> tuple[str, ...]:
-        """The queued jobs that will be reported if they wait too long."""
         return tuple(self._queued)
 
     async def run(self) -> None:
-        """Post notifications as they arrive, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
             await self.drain()
 
     async def drain(self) -> None:
-        """Post all queued notifications."""
         while self._waiting:
             await self._deliver(self._waiting[0])
             self._waiting.popleft()
@@ -140,7 +136,6 @@ class Notifications:
                 self._dropped = 0
 
     async def _deliver(self, notification: Notification) -> None:
-        """Post one notification with retries, and drop it if the last retry fails."""
         for wait_s in (*RETRY_AFTER_S, None):
             try:
                 await self._post(notification)
@@ -155,12 +150,7 @@ class Notifications:
 
 @asynccontextmanager
 async def notifying(notify: Notify) -> AsyncIterator[Notifications]:
-    """Post notifications until the body ends, then queued ones for up to `CLOSE_WITHIN_S`.
-
-    Raises:
-        InvalidRequestError: the webhook's address cannot be read.
-
-    """
+    """Post notifications until the body ends, then queued ones for up to `CLOSE_WITHIN_S`."""
     url, timeout = URL(notify.read_url()), aiohttp.ClientTimeout(total=WITHIN_S)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
 

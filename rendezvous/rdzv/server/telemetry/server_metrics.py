@@ -169,7 +169,6 @@ class JobTally:
         return tally
 
     def follow(self, state: State, now_ms: int) -> None:
-        """Start or stop counting running time, depending on whether a round is live."""
         live = job_state(state) is JobState.RUNNING
         if live and self.running_since_ms is None:
             self.running_since_ms = now_ms
@@ -178,12 +177,10 @@ class JobTally:
             self.running_since_ms = None
 
     def running_until(self, now_ms: int) -> int:
-        """Return the number of milliseconds for which rounds were live, up to `now_ms`."""
         since_ms = now_ms if self.running_since_ms is None else self.running_since_ms
         return self.running_ms + max(now_ms - since_ms, 0)
 
     def elapsed_until(self, now_ms: int) -> int:
-        """Return how many milliseconds of the run were counted, up to `now_ms` or its end."""
         return max((now_ms if self.ended_ms is None else self.ended_ms) - self.since_ms, 0)
 
 
@@ -206,7 +203,6 @@ class JobLedgers:
         self._jobs: dict[str, _Job] = {}
 
     def loaded(self, state: State, now_ms: int) -> None:
-        """Start counting a job that was loaded from the store, unless it is already counted."""
         membership = state.membership
         if membership.rdzv_id in self._jobs:
             return
@@ -252,7 +248,6 @@ class JobLedgers:
         self._jobs.pop(rdzv_id, None)
 
     def clear(self) -> None:
-        """Forget all jobs because this server no longer leads."""
         self._jobs.clear()
 
 
@@ -295,7 +290,6 @@ class Metrics:
             self.notifications.recorded(rows)
 
     def count_step(self, before: State, after: State, events: Sequence[Event], now_ms: int) -> None:
-        """Count the events of a step that was stored."""
         if not events:
             return
         rdzv_id = after.membership.rdzv_id
@@ -385,7 +379,6 @@ class Metrics:
         self.forget_ended(now_ms)
 
     def forget_ended(self, now_ms: int) -> None:
-        """Forget jobs that ended long ago and, if there are too many, those that ended first."""
         while self.ended:
             rdzv_id, oldest = next(iter(self.ended.items()))
             long_ago = oldest.ended_ms is None or now_ms - oldest.ended_ms >= ENDED_JOB_MS
@@ -395,7 +388,6 @@ class Metrics:
             self.ledgers.drop(rdzv_id)
 
     def forget_jobs(self) -> None:
-        """Drop all jobs because this server no longer leads."""
         self.tallies.clear()
         self.ended.clear()
         self.ledgers.clear()
@@ -403,7 +395,6 @@ class Metrics:
             self.notifications.forget_jobs()
 
     def loop_late(self, late_ms: int) -> None:
-        """Record how late the event loop was for a timer."""
         self.counts.observe("rdzv_loop_lag_seconds", max(late_ms, 0) / 1000)
 
     @contextmanager
