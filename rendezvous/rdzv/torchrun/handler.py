@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -357,7 +356,7 @@ def _offer(options: PluginOptions) -> pb.Offer:
     address = options.local_addr
     return pb.Offer(
         address=address,
-        host_name=_own_name() if addresses.is_loopback(address) else "",
+        host_name=addresses.reachable_host_name(address),
         machine=addresses.machine_id(),
         local_world_size=options.local_world_size,
         role=options.role,
@@ -377,12 +376,8 @@ def _place(talk: Talk, offer: pb.Offer, server: Endpoint, *, fixed: bool) -> str
     """
     if fixed:
         return offer.address
-    try:
-        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-    except OSError:
-        found = []
-    address = addresses.own_address(found, str(server))
-    host_name = _own_name() if addresses.is_loopback(address) else ""
+    address = addresses.own_address(server)
+    host_name = addresses.reachable_host_name(address)
     with talk.news:
         # While a round runs, it goes on with what was offered for it.
         if talk.part.phase is PartPhase.JOINING:
@@ -398,16 +393,6 @@ def _place(talk: Talk, offer: pb.Offer, server: Endpoint, *, fixed: bool) -> str
 
 def _loopback_only(offer: pb.Offer) -> bool:
     return addresses.is_loopback(offer.address) and not offer.host_name
-
-
-def _own_name() -> str:
-    """Return this machine's name if it resolves to more than loopback, otherwise ""."""
-    name = socket.gethostname()
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    return name if addresses.leads_beyond_loopback(found) else ""
 
 
 # ------------------------------------------------------------------ how it ends

@@ -1,7 +1,7 @@
 """This machine's identity and addresses, and the listening socket for a node's c10d store.
 
-All programs that join as a node use it. Nothing here waits for a name service: the caller resolves
-names and passes in the addresses.
+All programs that join as a node use it. What resolves names may block for as long as the name
+service lets it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rdzv.errors import RendezvousConnectionError
+
+if TYPE_CHECKING:
+    from rdzv.transport.endpoints import Endpoint
 
 AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 """The result of `getaddrinfo`."""
@@ -49,16 +52,17 @@ def address_towards(found: AddressInfo) -> str:
     return ""
 
 
-def own_address(found: AddressInfo, server: str) -> str:
+def own_address(server: Endpoint) -> str:
     """Return this node's own address on its connection to a server, or else on the route there.
 
-    `found` contains the server's addresses. gRPC does not say over which of them it is connected,
-    so this looks at the process's own sockets.
+    gRPC does not say over which of the server's addresses it is connected, so this looks at the
+    process's own sockets.
 
     Raises:
         RendezvousConnectionError: the address is not known yet, or other machines cannot use it.
 
     """
+    found = _addresses_of(server.host, server.port)
     peers = {(_plain(address[0]), address[1]) for *_, address in found}
     ends = {_plain(own[0]) for peer, own in _connections() if (_plain(peer[0]), peer[1]) in peers}
     address = _plain(address_towards(found))
@@ -70,11 +74,22 @@ def own_address(found: AddressInfo, server: str) -> str:
     if is_link_local(address):
         why = f"{address} is link-local, which other machines cannot use"
     if why:
-        raise RendezvousConnectionError(
-            f"cannot tell this node's address towards {server}: {why}; if it stays so, give "
-            "--local-addr=ADDRESS"
-        )
+        raise unknown_address(server, why)
     return address
+
+
+def unknown_address(server: Endpoint, why: str) -> RendezvousConnectionError:
+    return RendezvousConnectionError(
+        f"cannot tell this node's address towards {server}: {why}; if it stays so, give "
+        "--local-addr=ADDRESS"
+    )
+
+
+def _addresses_of(host: str, port: int | None) -> AddressInfo:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
 
 
 def _connections() -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
@@ -194,6 +209,17 @@ def interfaces() -> dict[str, str]:
 def leads_beyond_loopback(found: AddressInfo) -> bool:
     """Return whether other machines can reach any of these addresses."""
     return any(not is_loopback(str(address[0])) for *_, address in found)
+
+
+def reachable_host_name(address: str) -> str:
+    """Return the name by which other machines reach this one, if its address is loopback.
+
+    The result is empty if the address is not loopback, or the name leads to loopback alone.
+    """
+    if not is_loopback(address):
+        return ""
+    name = socket.gethostname()
+    return name if leads_beyond_loopback(_addresses_of(name, None)) else ""
 
 
 def is_loopback(address: str) -> bool:

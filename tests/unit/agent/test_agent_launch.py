@@ -1,11 +1,11 @@
 """What a node can offer to a job: addresses, a listening socket for the store, an interpreter."""
 
-import asyncio
 import contextlib
 import importlib.util
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -213,10 +213,10 @@ async def test_without_a_name_service_no_address_is_offered(
 ) -> None:
     """Loopback was, or the own name, which others may not know: it was chosen once, too soon."""
 
-    async def fail(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise socket.gaierror("no name service")
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", fail)
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(RendezvousConnectionError, match=r"towards head:29400: no such host name"):
         await local_address(Endpoint("head", 29400))
 
@@ -224,13 +224,19 @@ async def test_without_a_name_service_no_address_is_offered(
 async def test_a_name_service_that_never_answers_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def hang(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
+    answers = threading.Event()
+
+    def hang(*_: object, **__: object) -> list[object]:
+        assert answers.wait(10)
+        return []
 
     monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", hang)
-    with pytest.raises(RendezvousConnectionError, match="no such host name"):
-        await local_address(Endpoint("head", 29400))
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        with pytest.raises(RendezvousConnectionError, match="the name service does not answer"):
+            await local_address(Endpoint("head", 29400))
+    finally:
+        answers.set()
 
 
 async def test_a_link_local_address_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -566,7 +566,7 @@ async def _make_offer(launch: Launch) -> Offer:
         local_world_size=launch.job.local_world_size,
         role=launch.role,
         topology=launch.topology,
-        host_name=await reachable_host_name() if is_loopback(address) else "",
+        host_name=await reachable_host_name(address),
         machine=machine_id(),
         can_host_store=await has_torch(launch.python, launch.environ, launch.account),
         shutdown_timeout_ms=max(launch.job.shutdown_timeout_ms, launch.job.keep_timeout_ms),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
-from rdzv.transport.addresses import leads_beyond_loopback, own_address
+from rdzv.transport import addresses
 from rdzv.transport.endpoints import Endpoint
 
 PROBE_TIMEOUT_S = 10.0
@@ -397,27 +396,18 @@ def _uncounted(kind: str, python: str, complaint: str) -> InvalidRequestError:
 
 
 async def local_address(endpoint: Endpoint) -> str:
-    """Return this node's own address on its connection to a server, or else on the route there.
-
-    Raises:
-        RendezvousConnectionError: the address is not known yet, or other machines cannot use it.
-    """
-    loop = asyncio.get_running_loop()
+    """Return this node's own address towards a server; see `addresses.own_address`."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError):
-        found = []
-    return own_address(found, str(endpoint))
+            return await asyncio.to_thread(addresses.own_address, endpoint)
+    except TimeoutError:
+        raise addresses.unknown_address(endpoint, "the name service does not answer") from None
 
 
-async def reachable_host_name() -> str:
-    """Return this machine's host name, or an empty string if it resolves only to loopback."""
-    name = socket.gethostname()
-    loop = asyncio.get_running_loop()
+async def reachable_host_name(address: str) -> str:
+    """Return this machine's name if others need it; see `addresses.reachable_host_name`."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            found = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError):
+            return await asyncio.to_thread(addresses.reachable_host_name, address)
+    except TimeoutError:
         return ""
-    return name if leads_beyond_loopback(found) else ""

@@ -43,7 +43,6 @@ from rdzv.errors import (
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import struct
 from rdzv.transport import node_stream
-from rdzv.transport.addresses import is_loopback
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint
 from rdzv.transport.wire import write
@@ -394,7 +393,7 @@ class ServerLink:
             if not self._identity.address:
                 # The network may have come up, or changed, since the last connection.
                 address = await local_address(endpoint)
-                host_name = await reachable_host_name() if is_loopback(address) else ""
+                host_name = await reachable_host_name(address)
                 self.address, self.host_name = address, host_name
             self.outbox.let_through(self.hello())
             return await _read(call)
