@@ -9,10 +9,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ from rdzv.server.security.tls import Tls
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
-from rdzv.torchrun.conversation import Part, PartPhase
+from rdzv.torchrun.conversation import PartPhase, Talk
 from rdzv.torchrun.handler import RdzvHandler
 from rdzv.torchrun.plugin_options import KEYS, PluginOptions, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
@@ -103,6 +102,12 @@ def test_it_connects_with_the_credentials_of_rdzv_conf(
         read_options(params(tls_ca=str(tmp_path / "none")))
 
 
+def talk_to(port: int, credentials: Credentials = PLAIN) -> Talk:
+    """Return what a node says to a server at this port; it has not joined."""
+    at = (Endpoint("127.0.0.1", port),)
+    return Talk(PluginOptions("job-7", "n1", at, UNCOUNTED, credentials, local_addr="10.0.0.1"))
+
+
 @pytest.mark.parametrize(
     ("trusts", "trouble"),
     [("ours", "not an rdzv server, or an older one"), ("others", "is not signed by the CA in")],
@@ -114,20 +119,12 @@ def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials(asks=False))
     server.start()
-    news = threading.Condition(threading.RLock())
-    stream = NodeStream(
-        (Endpoint("127.0.0.1", port),),
-        Credentials(trusted[trusts].ca),
-        pb.Hello(node_id="n1"),
-        news,
-        list,
-        lambda message: None,
-        lambda server: "10.0.0.1",
-    )
+    talk = talk_to(port, Credentials(trusted[trusts].ca))
+    stream = NodeStream(talk)
     try:
         stream.open()
-        with news:
-            assert news.wait_for(lambda: trouble in stream.trouble, 60), stream.trouble
+        with talk.news:
+            assert talk.news.wait_for(lambda: trouble in stream.trouble, 60), stream.trouble
     finally:
         stream.close(60)
         server.stop(None).wait()
@@ -148,7 +145,9 @@ class Listening(RendezvousServicer):
         yield pb.ServerMessage()
 
 
-def test_its_address_is_that_of_the_connection_that_carries_the_hello() -> None:
+def test_its_address_is_that_of_the_connection_that_carries_the_hello(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was chosen once, before the network was there: loopback, or a name nobody else knew."""
     asked: list[str] = []
 
@@ -160,11 +159,9 @@ def test_its_address_is_that_of_the_connection_that_carries_the_hello() -> None:
 
     served, server = Listening(), grpc.server(ThreadPoolExecutor(4))
     add_RendezvousServicer_to_server(served, server)
-    at = Endpoint("127.0.0.1", server.add_insecure_port("127.0.0.1:0"))
-    news = threading.Condition(threading.RLock())
-    stream = NodeStream(
-        (at,), PLAIN, pb.Hello(node_id="n1"), news, list, lambda message: None, place
-    )
+    talk = talk_to(server.add_insecure_port("127.0.0.1:0"))
+    monkeypatch.setattr(talk, "place", place)
+    stream = NodeStream(talk)
     server.start()
     stream.open()
     try:
@@ -178,9 +175,7 @@ def test_its_address_is_that_of_the_connection_that_carries_the_hello() -> None:
 def test_since_when_there_is_no_server_does_not_move_while_there_is_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    news = threading.Condition(threading.RLock())
-    nobody = (Endpoint("127.0.0.1", 9),)
-    stream = NodeStream(nobody, PLAIN, pb.Hello(), news, list, lambda message: None, str)
+    stream = NodeStream(talk_to(9))
     first_s = stream.apart_since_s
     stream.note_lost("refused", again=False)
     assert stream.apart_since_s == first_s
@@ -294,8 +289,10 @@ def test_a_job_is_launched_by_torchrun_or_by_rdzvrun_not_both() -> None:
 
 
 def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
-    offer = pb.Offer(address="10.0.0.1", local_world_size=1, store_port=4711)
-    message = Part("job-7", UNCOUNTED, offer).say_join(4711)
+    talk = talk_to(9)
+    talk.join()
+    talk.store_socket.release()
+    message = pb.NodeMessage(join=talk.beliefs()[0].join)
     speaker = wire.Speaker("n1", 1)
     _, command = wire.command_of(message, speaker, 0)
     assert getattr(command, "settings") == UNCOUNTED  # noqa: B009
@@ -307,19 +304,8 @@ def test_settings_without_a_count_of_restarts_travel_as_such() -> None:
 class FakeStream:
     """Records the messages, and answers a join if `answer` has a line for it."""
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        credentials: object,
-        hello: pb.Hello,
-        lock: threading.Condition,
-        beliefs: Callable[[], list[pb.Belief]],
-        hear: Callable[[pb.ServerMessage], None],
-        place: Callable[[Endpoint], str],
-        join_timeout_s: float,
-    ) -> None:
-        self.hello, self.lock, self.beliefs, self._hear = hello, lock, beliefs, hear
-        self._place = partial(place, endpoints[0])
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
         self.said: list[pb.NodeMessage] = []
         self.answers: list[pb.ServerMessage] = []
         self.apart_since_s: float | None = None
@@ -327,8 +313,8 @@ class FakeStream:
         self.hung_up = False
 
     def open(self) -> None:
-        self.hello.address = self._place()
-        for belief in self.beliefs():
+        self.talk.place(self.talk.options.endpoints[0])
+        for belief in self.talk.beliefs():
             self.say(pb.NodeMessage(join=belief.join))
 
     def say(self, message: pb.NodeMessage) -> None:
@@ -340,9 +326,9 @@ class FakeStream:
             threading.Timer(0.01, self.tell, [answer]).start()
 
     def tell(self, message: pb.ServerMessage) -> None:
-        with self.lock:
-            self._hear(message)
-            self.lock.notify_all()
+        with self.talk.news:
+            self.talk.hear(message)
+            self.talk.news.notify_all()
 
     def close(self, within_s: float, *, wait: bool = True) -> None:
         self.hung_up = True
@@ -390,8 +376,8 @@ class Torchrun:
         read = read_options(params())
         self.handler = RdzvHandler(PluginOptions("job-7", "n1", read.endpoints, **given))
 
-    def make_stream(self, *args: Any) -> FakeStream:
-        stream = FakeStream(*args)
+    def make_stream(self, talk: Talk) -> FakeStream:
+        stream = FakeStream(talk)
         stream.answers = self._answers
         self.streams.append(stream)
         return stream
@@ -498,7 +484,7 @@ def test_a_store_that_nobody_serves_is_reported_or_given_up(
 def test_what_the_server_has_lost_is_said_again(made: Made) -> None:
     run = made(line(3))
     run.handler.next_rendezvous()
-    (belief,) = run.stream.beliefs()
+    (belief,) = run.stream.talk.beliefs()
     assert (belief.phase, belief.round.round) == (pb.Belief.RUNNING, 3)
     assert wire.belief_of(belief, wire.Speaker("n1", 1), 0).round == 3
 
@@ -703,7 +689,7 @@ def test_success_is_told_when_torch_enters_its_exit_barrier(made: Made) -> None:
     info = run.handler.next_rendezvous()
     store_util.barrier(info.store, 1, EXIT_BARRIER, barrier_timeout=5)
     assert run.stream.bodies == ["join", "succeeded"]
-    assert run.stream.beliefs()[0].phase == pb.Belief.SUCCEEDED
+    assert run.stream.talk.beliefs()[0].phase == pb.Belief.SUCCEEDED
 
 
 def test_nobody_waits_in_the_exit_barrier_of_a_round_that_is_over(made: Made) -> None:
@@ -792,7 +778,7 @@ def test_a_signal_makes_it_leave_at_once_and_again_when_the_workers_are_gone(mad
     run.handler.next_rendezvous()
     run.handler.talk.on_signal(signal.SIGTERM)
     assert not run.stream.said[-1].leave.HasField("left_round")
-    (belief,) = run.stream.beliefs()
+    (belief,) = run.stream.talk.beliefs()
     assert belief.phase == pb.Belief.LEAVING
     run.handler.talk.at_exit()
     leaves = [message.leave for message in run.stream.said[1:]]
@@ -881,9 +867,7 @@ def test_a_watch_that_is_interrupted_as_it_begins_has_ended(
 
 
 def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same() -> None:
-    news = threading.Condition(threading.RLock())
-    endpoints, credentials = (Endpoint("127.0.0.1", 1),), Credentials()
-    stream = NodeStream(endpoints, credentials, pb.Hello(), news, list, lambda _: None, str)
+    stream = NodeStream(talk_to(1))
     stream.close(60)
 
 
@@ -900,11 +884,9 @@ def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
         yield WELCOME
         yield from (WELCOME for _ in messages)
 
-    news = threading.Condition(threading.RLock())
     with serving(welcome) as start:
         start()
-        endpoints = (Endpoint("127.0.0.1", start()),)
-        stream = NodeStream(endpoints, Closes(), pb.Hello(), news, list, lambda _: None, str)
+        stream = NodeStream(talk_to(start(), Closes()))
         stream.open()
         (thread,) = (t for t in threading.enumerate() if t.name == "rdzv-stream")
         thread.join(10)
@@ -1007,11 +989,11 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
 
 
 def test_a_node_has_no_part_before_it_joins() -> None:
-    part = Part("job-7", UNCOUNTED, pb.Offer())
-    assert (part.phase, part.beliefs(), part.ended) == (PartPhase.APART, [], False)
+    talk = talk_to(9)
+    assert (talk.phase, talk.beliefs(), talk.ended) == (PartPhase.APART, [], False)
 
 
-def test_a_new_lease_changes_how_often_the_node_is_heard() -> None:
+def test_a_new_lease_changes_how_often_the_node_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever takes over may have a shorter lease than the server that welcomed the node."""
     heartbeats = threading.Semaphore(0)
     shorter = of_leader(pb.ServerMessage(lease=pb.Lease(heartbeat_interval_ms=100)))
@@ -1025,16 +1007,15 @@ def test_a_new_lease_changes_how_often_the_node_is_heard() -> None:
             if message.HasField("heartbeat"):
                 heartbeats.release()
 
-    news = threading.Condition(threading.RLock())
-
     def hear(_: pb.ServerMessage) -> None:
         # The sender waits anew once it has sent something.
         stream.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
     with serving(script) as start:
         start()
-        endpoints = (Endpoint("127.0.0.1", start()),)
-        stream = NodeStream(endpoints, PLAIN, pb.Hello(node_id="n1"), news, list, hear, str)
+        talk = talk_to(start())
+        monkeypatch.setattr(talk, "hear", hear)
+        stream = NodeStream(talk)
         stream.open()
         try:
             # One answers the welcome, and one the message after the lease.

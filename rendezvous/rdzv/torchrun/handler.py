@@ -15,10 +15,8 @@ import os
 import signal
 import sys
 import time
-import uuid
 import weakref
 from concurrent.futures import Future
-from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,21 +33,14 @@ from torch.distributed.elastic.rendezvous.api import (
 from rdzv import errors
 from rdzv.client import ControlClient
 from rdzv.torchrun import BACKEND
-from rdzv.torchrun.conversation import Part, PartPhase, Talk
+from rdzv.torchrun.conversation import PartPhase, Talk
 from rdzv.torchrun.plugin_options import PluginOptions, agent_has_run
 from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
 from rdzv.torchrun.sync_stream import NodeStream
-from rdzv.transport import addresses
-from rdzv.transport.endpoints import Endpoint
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.version import PROTOCOL_VERSION, VERSION
 
 log = logging.getLogger("rdzv.torchrun")
 
-STOP_TIMEOUT_MS = 30_000
-"""The time between SIGTERM and SIGKILL when torch's agent restarts workers. It ignores
---shutdown-timeout there (`LocalElasticAgent._stop_workers`).
-"""
 EXPLAIN_TIMEOUT_S = 10.0
 """How long to wait for the server to end a round whose store failed, for example with its host."""
 
@@ -59,17 +50,9 @@ class RdzvHandler(RendezvousHandler):
 
     def __init__(self, options: PluginOptions) -> None:
         self._options = options
-        self._offer = _offer(options)
-        part = Part(
-            options.rdzv_id,
-            options.settings,
-            self._offer,
-            refuse_reuse=options.refuse_reuse,
-            secret=options.secret,
-        )
-        self.talk = Talk(part, addresses.StoreSocket(loopback_only=_loopback_only(self._offer)))
+        self.talk = Talk(options)
         """The conversation with the server."""
-        self._part, self._news = part, self.talk.news
+        self._news = self.talk.news
         self._made_at_s = time.monotonic()
         self._joined_at_s = 0.0
         self._has_closed = False
@@ -143,7 +126,7 @@ class RdzvHandler(RendezvousHandler):
         count, since a node that joins now begins the next one.
         """
         with self._news:
-            if self._part.ended or self._has_closed:
+            if self.talk.ended or self._has_closed:
                 return True
         made_ms = round((time.monotonic() - self._made_at_s) * 1000)
         try:
@@ -193,13 +176,10 @@ class RdzvHandler(RendezvousHandler):
         if self.talk.stream is None or self.talk.hung_up:
             return True
         with self._news:
-            if error is None and self._part.phase in (
-                PartPhase.RUNNING,
-                PartPhase.SUCCEEDED,
-            ):
+            if error is None and self.talk.phase in (PartPhase.RUNNING, PartPhase.SUCCEEDED):
                 self._wait_for_success()
-            elif isinstance(error, ChildFailedError) and self._part.phase is PartPhase.RUNNING:
-                self.talk.say(self._part.say_failed(_worker_failures(error)))
+            elif isinstance(error, ChildFailedError) and self.talk.phase is PartPhase.RUNNING:
+                self.talk.report_failures(_worker_failures(error))
         self.talk.end(*_why_leave(error))
         return True
 
@@ -214,42 +194,21 @@ class RdzvHandler(RendezvousHandler):
             self._raise_if_signalled()
             self._raise_if_ended()
             self._joined_at_s = time.monotonic()
-            self.talk.say(self._part.say_join(self.talk.store_socket.port))
+            self.talk.join()
             if self.talk.stream is None:
-                self.talk.begin(self._new_stream())
-
-    def _new_stream(self) -> NodeStream:
-        hello = pb.Hello(
-            protocol_version=PROTOCOL_VERSION,
-            node_id=self._options.node_id,
-            instance=uuid.uuid4().hex,
-            # torch's agent does not adopt workers: once it has exited, they count as gone.
-            kind=pb.AGENT_KIND_FOREGROUND,
-            pid=os.getpid(),
-            agent_version=f"torchrun-{VERSION}",
-        )
-        return NodeStream(
-            self._options.endpoints,
-            self._options.credentials,
-            hello,
-            self._news,
-            self._part.beliefs,
-            self._part.hear,
-            partial(_place, self.talk, self._offer, fixed=bool(self._options.local_addr)),
-            self._join_timeout_s,
-        )
+                self.talk.begin(NodeStream(self.talk))
 
     def wait_for_round(self) -> pb.Assignment:
         """Wait until a round is complete in which this node takes part; return its place there."""
         with self._news:
-            while self._part.phase is PartPhase.JOINING:
+            while self.talk.phase is PartPhase.JOINING:
                 self._raise_if_ended()
                 self._raise_if_apart()
                 self._news.wait(1.0)
             self._raise_if_signalled()
-            if self._part.line is None or self._part.phase is not PartPhase.RUNNING:
+            if self.talk.line is None or self.talk.phase is not PartPhase.RUNNING:
                 raise RendezvousClosedError(f"this node is leaving {self._options.rdzv_id}")
-            return self._part.line
+            return self.talk.line
 
     def _raise_if_signalled(self) -> None:
         signum = self.talk.signalled
@@ -257,7 +216,7 @@ class RdzvHandler(RendezvousHandler):
             raise SignalException(f"process {os.getpid()} received {signum.name}", signum)
 
     def _raise_if_ended(self) -> None:
-        rdzv_id, closed, refused = self._options.rdzv_id, self._part.closed, self._part.refused
+        rdzv_id, closed, refused = self._options.rdzv_id, self.talk.closed, self.talk.refused
         if refused is not None:
             of_torch = refused.code == errors.RendezvousClosedError.code
             raise (RendezvousClosedError if of_torch else RendezvousError)(refused.message)
@@ -279,7 +238,7 @@ class RdzvHandler(RendezvousHandler):
         # Time before the join does not count, because the workers kept running without a server.
         # A server that accepts the stream and then refuses the node does not put the end off.
         since_s = self._joined_at_s
-        if self._part.admitted:
+        if self.talk.run:
             since_s = max(stream.apart_since_s, since_s)
         if time.monotonic() - since_s >= timeout_s:
             raise RendezvousConnectionError(
@@ -324,7 +283,7 @@ class RdzvHandler(RendezvousHandler):
         why = f"{type(error).__name__}: {_first_line(error)}" if error else "not all nodes came"
         where = f"{line.master_addr}:{line.master_port}"
         if line.group_rank == 0:
-            self.talk.say(self._part.say_store_failed(f"the store at {where}: {why}"))
+            self.talk.report_store(f"the store at {where}: {why}")
         if not self._news.wait_for(lambda: self.talk.round_is_over, EXPLAIN_TIMEOUT_S):
             raise RendezvousConnectionError(
                 f"the nodes of round {line.round} did not meet in the store at {where} "
@@ -347,52 +306,6 @@ class RdzvHandler(RendezvousHandler):
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-# ------------------------------------------------------------------ a node's offer
-
-
-def _offer(options: PluginOptions) -> pb.Offer:
-    address = options.local_addr
-    return pb.Offer(
-        address=address,
-        host_name=addresses.reachable_host_name(address),
-        machine=addresses.machine_id(),
-        local_world_size=options.local_world_size,
-        role=options.role,
-        topology=options.topology,
-        can_host_store=True,
-        shutdown_timeout_ms=STOP_TIMEOUT_MS,
-    )
-
-
-def _place(talk: Talk, offer: pb.Offer, server: Endpoint, *, fixed: bool) -> str:
-    """Offer this node's end of the open connection to a server, unless an address is given.
-
-    Returns the address that is offered.
-
-    Raises:
-        RendezvousConnectionError: the address is not known yet, or others cannot use it.
-    """
-    if fixed:
-        return offer.address
-    address = addresses.own_address(server)
-    host_name = addresses.reachable_host_name(address)
-    with talk.news:
-        # While a round runs, it goes on with what was offered for it.
-        if talk.part.phase is PartPhase.JOINING:
-            offer.address, offer.host_name = address, host_name
-            talk.store_socket.confine(loopback_only=_loopback_only(offer))
-            try:
-                offer.store_port = talk.store_socket.port
-            except OSError as error:
-                reason = f"no port can be bound for the round's store: {error}"
-                raise errors.RendezvousConnectionError(reason) from error
-    return address
-
-
-def _loopback_only(offer: pb.Offer) -> bool:
-    return addresses.is_loopback(offer.address) and not offer.host_name
 
 
 # ------------------------------------------------------------------ how it ends

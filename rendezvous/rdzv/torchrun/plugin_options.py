@@ -13,9 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import field
 from types import CodeType, FrameType
-from typing import Any
-
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from typing import TYPE_CHECKING, Any
 
 from rdzv.core.model import Settings
 from rdzv.errors import InvalidRequestError
@@ -25,6 +23,9 @@ from rdzv.structs import struct
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, parse_endpoints, refuse_link_local
 from rdzv.transport.job_secret import read_secret
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 log = logging.getLogger("rdzv.torchrun")
 

@@ -8,11 +8,13 @@ so losing a message with the previous stream does no harm.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator
 
 import grpc
 
@@ -22,11 +24,12 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.transport.channels import Credentials
+from rdzv.torchrun.conversation import Talk
 from rdzv.transport.endpoints import Endpoint
 from rdzv.transport.node_stream import FINAL_REFUSALS, STREAM_OPTIONS, Attempts, error_from_status
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousStub
+from rdzv.version import PROTOCOL_VERSION, VERSION
 
 log = logging.getLogger("rdzv.torchrun")
 
@@ -42,35 +45,24 @@ _Outbox = queue.SimpleQueue[pb.NodeMessage | None]
 class NodeStream:
     """Keeps a stream to one of the servers open, reconnecting until `close`.
 
-    `lock` guards the state that `beliefs` reads and `hear` changes. Both are called with it held,
-    and `say` must be called with it held, so that each message is sent exactly once when a stream
-    opens. A waiter on `lock` wakes up when a message arrives and when the stream is lost.
+    `say` must be called with the talk's `news` held, so that each message is sent exactly once when
+    a stream opens. A waiter on `news` wakes up when a message arrives and when the stream is lost.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[Endpoint],
-        credentials: Credentials,
-        hello: pb.Hello,
-        lock: threading.Condition,
-        beliefs: Callable[[], list[pb.Belief]],
-        hear: Callable[[pb.ServerMessage], None],
-        place: Callable[[Endpoint], str],
-        join_timeout_s: float = 600,
-    ) -> None:
-        """Prepare a stream.
-
-        `place` returns this node's address on a connection to a server that was just opened, or
-        raises a RendezvousConnectionError if it is not known yet.
-        """
-        self._attempts = Attempts(endpoints)
-        self._join_timeout_s = join_timeout_s
-        self._credentials = credentials
-        self._hello = hello
-        self._lock = lock
-        self._beliefs = beliefs
-        self._hear = hear
-        self._place = place
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._attempts = Attempts(talk.options.endpoints)
+        self._credentials = talk.options.credentials
+        self._lock = talk.news
+        self._hello = pb.Hello(
+            protocol_version=PROTOCOL_VERSION,
+            node_id=talk.options.node_id,
+            instance=uuid.uuid4().hex,
+            # torch's agent does not adopt workers: once it has exited, they count as gone.
+            kind=pb.AGENT_KIND_FOREGROUND,
+            pid=os.getpid(),
+            agent_version=f"torchrun-{VERSION}",
+        )
         self.apart_since_s: float | None = time.monotonic()
         """When the last connection was lost, or this object was created; None while connected."""
         self.trouble = "no attempt was made"
@@ -95,7 +87,7 @@ class NodeStream:
     def close(self, within_s: float, *, wait: bool = True) -> None:
         """End the stream once the server has received all messages, or after `within_s`.
 
-        With `wait`, the lock must not be held.
+        With `wait`, `news` must not be held.
         """
         with self._lock:
             self._closing.set()
@@ -129,7 +121,7 @@ class NodeStream:
                 "%s; retrying until a server admits this node, for at most %g s (join_timeout) "
                 "while it has no workers; running workers continue",
                 trouble,
-                self._join_timeout_s,
+                self._talk.options.settings.join_timeout_ms / 1000,
             )
         with self._lock:
             self.trouble = trouble
@@ -152,7 +144,7 @@ class NodeStream:
                 # gRPC would say when it is connected in a thread of its own, which the launcher's
                 # forks do not survive.
                 with socket.create_connection((endpoint.host, endpoint.port), CONNECT_TIMEOUT_S):
-                    self._hello.address = self._place(endpoint)
+                    self._hello.address = self._talk.place(endpoint)
             except RendezvousConnectionError as error:
                 return error
             except OSError as error:
@@ -168,7 +160,7 @@ class NodeStream:
                         return RendezvousConnectionError("it was closed before it opened")
                     # This Hello has the state so far; later messages follow it.
                     self._hello.ClearField("beliefs")
-                    self._hello.beliefs.extend(self._beliefs())
+                    self._hello.beliefs.extend(self._talk.beliefs())
                     outbox.put(pb.NodeMessage(hello=self._hello))
                     self._outbox, self._call = outbox, call
                 return RendezvousConnectionError(self._listen(call, endpoint, watchdog))
@@ -235,7 +227,7 @@ class NodeStream:
 
     def _deliver(self, message: pb.ServerMessage) -> None:
         with self._lock:
-            self._hear(message)
+            self._talk.hear(message)
             self._lock.notify_all()
 
     def _judge(self, endpoint: Endpoint, call: grpc.Call) -> RendezvousError:

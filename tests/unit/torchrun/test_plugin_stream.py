@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
+from rdzv.core.model import Settings
 from rdzv.errors import ERROR_CODE_METADATA_KEY
 from rdzv.torchrun import sync_stream
+from rdzv.torchrun.conversation import Talk
+from rdzv.torchrun.plugin_options import PluginOptions
 from rdzv.torchrun.sync_stream import NodeStream
-from rdzv.transport.channels import PLAIN
 from rdzv.transport.endpoints import Endpoint
 from rdzv.transport.node_stream import Attempts, Backoff
 from rdzv.v1 import rdzv_pb2 as pb
@@ -73,6 +75,24 @@ class Servicer(RendezvousServicer):
             context.abort(status, f"refused: {code}")
 
 
+class Heard(Talk):
+    """What a node believes is the test's, and it only notes what it hears."""
+
+    def __init__(self, port: int) -> None:
+        endpoints = (Endpoint("127.0.0.1", port),)
+        super().__init__(
+            PluginOptions("job-7", "n1", endpoints, Settings(1, 2), local_addr="127.0.0.1")
+        )
+        self.believed = [pb.Belief(phase=pb.Belief.JOINING)]
+        self.heard: list[pb.ServerMessage] = []
+
+    def beliefs(self) -> list[pb.Belief]:
+        return self.believed
+
+    def hear(self, message: pb.ServerMessage) -> None:
+        self.heard.append(message)
+
+
 class Node:
     """A node's stream to a server that the test plays."""
 
@@ -82,18 +102,9 @@ class Node:
         add_RendezvousServicer_to_server(self._servicer, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
-        self.lock = threading.Condition(threading.RLock())
-        self.beliefs = [pb.Belief(phase=pb.Belief.JOINING)]
-        self.heard: list[pb.ServerMessage] = []
-        self.stream = NodeStream(
-            [Endpoint("127.0.0.1", port)],
-            PLAIN,
-            pb.Hello(node_id="n1"),
-            self.lock,
-            lambda: self.beliefs,
-            self.heard.append,
-            lambda _: "127.0.0.1",
-        )
+        self.talk = Heard(port)
+        self.heard = self.talk.heard
+        self.stream = NodeStream(self.talk)
 
     def accept(self) -> Stream:
         return self._servicer.streams.get(timeout=WITHIN_S)
@@ -107,8 +118,8 @@ class Node:
         return stream
 
     def until(self, holds: Callable[[], bool]) -> None:
-        with self.lock:
-            assert self.lock.wait_for(holds, WITHIN_S)
+        with self.talk.news:
+            assert self.talk.news.wait_for(holds, WITHIN_S)
 
     def close(self) -> None:
         self.stream.close(0.0)
@@ -150,7 +161,7 @@ def test_each_hello_says_what_is_believed_by_then(node: Node) -> None:
     node.stream.open()
     first = node.accept()
     assert [belief.phase for belief in first.next().hello.beliefs] == [pb.Belief.JOINING]
-    node.beliefs = [pb.Belief(phase=pb.Belief.RUNNING)]
+    node.talk.believed = [pb.Belief(phase=pb.Belief.RUNNING)]
     first.tell.put(WELCOME)
     first.tell.put(None)
     hello = node.accept().next().hello
