@@ -87,7 +87,9 @@ class SharedMap(Mapping[_K, _V]):
         changed = SharedMap(self._base, over, added, size)
         if len(over) + len(added) <= CHANGES:
             return changed
-        return SharedMap(dict(changed._pairs()), {}, {}, size)
+        # Where the base is unchanged, dicts merge without a look at each pair.
+        whole = dict(changed._pairs()) if over else {**self._base, **added}
+        return SharedMap(whole, {}, {}, size)
 
     def _pairs(self) -> Iterator[tuple[_K, _V]]:
         if over := self._over:

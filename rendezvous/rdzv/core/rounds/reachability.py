@@ -87,6 +87,8 @@ def only_local(offer: Offer) -> bool:
 def _is_loopback(address: str) -> bool:
     if address == "localhost":
         return True
+    if not address.startswith(("127.", ":", "0")):  # Parsing takes a tenth of the time of a join.
+        return False
     try:
         return ip_address(address).is_loopback
     except ValueError:
