@@ -98,16 +98,13 @@ def _drop_output() -> None:
 SECTIONS: dict[str, dict[str, str | None]] = {
     "See what jobs do, and why": {
         **{"list": "jobs", "status": "jobs", "explain": "history", "events": "history"},
-        **{"logs": "workers", "stacks": "workers", "trace": "history", "report": "history"},
+        **{"logs": "jobs", "stacks": "jobs", "trace": "history", "report": "history"},
         "wait": "jobs",
     },
-    "Run and change jobs": {
-        **{"submit": "submit", "stop": "jobs", "restart": "jobs", "scale": "jobs"},
-        "forget": "jobs",
-    },
+    "Run and change jobs": dict.fromkeys(("submit", "stop", "restart", "scale", "forget"), "jobs"),
     "Nodes": dict.fromkeys(("nodes", "cordon", "uncordon", "drain", "undrain"), "nodes"),
     "Server and access": {
-        **{"servers": "servers", "backup": "servers", "audit": "servers", "tokens": "servers"},
+        **dict.fromkeys(("servers", "backup", "audit", "tokens"), "nodes"),
         "certs": "certs",
     },
     "When something is wrong": {"doctor": "support", "support-bundle": "support"},

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rdzv.ctl.command_line import Subcommands
+from rdzv.ctl import command_line as cli
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.usage import Choice
 
 if TYPE_CHECKING:
     from rdzv.ctl.authority import Made, Shown
     from rdzv.ctl.layout import Columns, Text
+
 
 ROLES = ("read", "submit", "admin")
 """The roles for clients; `rdzvctl certs node` creates certificates with the node role."""
@@ -56,7 +57,7 @@ _server_names = click.option(
 )
 
 
-@click.group("certs", cls=Subcommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("certs", cls=cli.Subcommands, context_settings={"help_option_names": ["-h", "--help"]})
 def certs_command() -> None:
     """Create a small CA, and certificates for rdzvd, nodes and people."""
 

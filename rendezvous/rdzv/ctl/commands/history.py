@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rdzv.ctl.command_line import (
-    answer,
-    command,
-    job_argument,
-    opened_client,
-    parse_duration,
-)
+from rdzv.ctl import command_line as cli
 from rdzv.errors import InvalidRequestError, LimitExceededError, UnknownJobError
 
 if TYPE_CHECKING:
@@ -26,13 +20,14 @@ if TYPE_CHECKING:
     from rdzv.view.ledger import Ledger
     from rdzv.view.reports import Report
 
+
 _SINCE = "7d"
 _HISTORY_ROWS = 10_000
 """The number of history rows per job that a server keeps by default."""
 
 
-@command("events", output=True)
-@job_argument()
+@cli.command("events", output=True)
+@cli.job_argument()
 @click.option("-n", "--limit", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
     Only the newest N events.""")  # fmt: skip
 @click.option("-f", "--follow", "followed", is_flag=True, help="""
@@ -45,23 +40,23 @@ def events_command(job: str, limit: int | None, followed: bool, output: str) -> 
     """
     from rdzv.ctl import as_text_lists
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         found = client.events(job, limit or 0)
         if followed:
             from rdzv.ctl.watch import follow_events
 
-            with opened_client() as other:
+            with cli.opened_client() as other:
                 follow_events(client, other, job, found, output)
             return None
-    return answer(
+    return cli.answer(
         output,
         {"rdzv_id": job, "events": found},
         lambda page: as_text_lists.events(found, page, f"no events of {job} are kept"),
     )
 
 
-@command("explain")
-@job_argument()
+@cli.command("explain")
+@cli.job_argument()
 def explain_command(job: str) -> str:
     """Explain in sentences what has happened to JOB, and what it is waiting for now.
 
@@ -72,13 +67,13 @@ def explain_command(job: str) -> str:
     from rdzv.ctl import as_text_story
     from rdzv.ctl.layout import page_for
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         status, history = client.status(job), whole_history(client, job)
     return as_text_story.explain(status, history, page_for(sys.stdout))
 
 
-@command("trace")
-@job_argument()
+@cli.command("trace")
+@cli.job_argument()
 @click.option("-o", "--output", "path", type=click.Path(path_type=Path, dir_okay=False),
     required=True, metavar="FILE", help="""
     Where to write it; - is standard output. An existing file is replaced.""")  # fmt: skip
@@ -89,7 +84,7 @@ def trace_command(job: str, path: Path) -> str:
     """
     from rdzv.ctl.trace import trace
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         status, history = client.status(job), whole_history(client, job)
     document = trace(status, history, round(time.time() * 1000))
     if path == Path("-"):
@@ -116,8 +111,8 @@ def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
         return client.events(job)
 
 
-@command("report", output=True)
-@job_argument(required=False)
+@cli.command("report", output=True)
+@cli.job_argument(required=False)
 @click.option("--run", "number", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
     Run N of JOB; default: its last one.""")  # fmt: skip
 @click.option(
@@ -141,9 +136,9 @@ def report_command(
         raise click.UsageError("give JOB or --since, not both")
     if job is None and number is not None:
         raise click.UsageError("--run needs a JOB")
-    since_ms = parse_duration("--since", since or _SINCE)
+    since_ms = cli.parse_duration("--since", since or _SINCE)
     now_ms = round(time.time() * 1000)
-    with opened_client() as client:
+    with cli.opened_client() as client:
         if job is None:
             return _shown_all(_all(client, since_ms, now_ms), output, html)
         runs = _ledgers(client, job, now_ms)
@@ -175,7 +170,7 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
     if html is not None:
         write_text(html, report_page.ledger(job, run, others))
         return f"{html} has the ledger of {job}; open it in a browser"
-    return answer(
+    return cli.answer(
         output,
         {"rdzv_id": job, "run_numbers": run_numbers(runs), "ledger": run},
         lambda page: as_text_report.ledger(job, run, others, page),
@@ -206,4 +201,4 @@ def _shown_all(found: Report, output: str, html: Path | None) -> str:
     if html is not None:
         write_text(html, report_page.report(found))
         return f"{html} has the report; open it in a browser"
-    return answer(output, found, lambda page: as_text_report.report(found, page))
+    return cli.answer(output, found, lambda page: as_text_report.report(found, page))

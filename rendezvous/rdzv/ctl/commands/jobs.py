@@ -1,19 +1,22 @@
-"""Commands for a single job or all jobs: status, list, wait, stop, restart, scale, forget."""
+"""Commands for jobs: list, status, wait, submit, stop, ..., and their workers' logs and stacks."""
 
 from __future__ import annotations
 
+import re
+import sys
+from typing import TYPE_CHECKING
+
 import click
 
-from rdzv.ctl.command_line import (
-    answer,
-    by_whom,
-    command,
-    job_argument,
-    opened_client,
-    reason_option,
-)
+from rdzv.ctl import command_line as cli
 from rdzv.errors import InvalidRequestError, did_you_mean
-from rdzv.runtime.usage import Choice
+from rdzv.runtime.usage import INTERRUPTED, Choice
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from rdzv.ctl.job_request import Request
+
 
 # Repeated from rdzv.core.model, because importing it would slow down --help.
 _STATES = ("queued", "joining", "running", "stopping", "succeeded", "failed", "stopped")
@@ -24,8 +27,8 @@ MOST_ENDED = 10
 """How many ended jobs a list shows without --all."""
 
 
-@command("status", output=True)
-@job_argument()
+@cli.command("status", output=True)
+@cli.job_argument()
 @click.option("--all", "everything", is_flag=True, help="Abbreviate nothing.")
 @click.option("-w", "--watch", "watched", is_flag=True, help="""
     Show it again whenever it changes, until it has ended or Ctrl-C; with -o json one document per
@@ -38,23 +41,23 @@ def status_command(job: str, everything: bool, watched: bool, output: str) -> st
     """
     from rdzv.ctl import as_text
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         # A watch waits for a lost server, but a server that was never there is an immediate error.
         found = client.status(job)
         if watched:
             from rdzv.ctl.watch import show
 
-            with opened_client() as other:
+            with cli.opened_client() as other:
                 show(client, other, job, output, everything=everything)
             return None
-    return answer(
+    return cli.answer(
         output,
         found,
         lambda page: as_text.status(found, page, everything=everything),
     )
 
 
-@command("list")
+@cli.command("list")
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option("-s", "--state", "states", multiple=True, type=Choice(_STATES), help="""
     Only jobs in this state; may be repeated.""")  # fmt: skip
@@ -92,14 +95,14 @@ def list_command(
     from rdzv.ctl import as_text_lists
     from rdzv.runtime.log_format import harmless
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
 
         def shown() -> str:
             found = as_text_lists.chosen(client.jobs(), states, name, order)
             if output == "name":
                 return "\n".join(harmless(job.rdzv_id) for job in found)
             where = str(client.server) if not (states or name) else f"{client.server} match that"
-            return answer(
+            return cli.answer(
                 "text" if output == "wide" else output,
                 {"jobs": found, "store_away": client.store_away},
                 lambda page: as_text_lists.jobs(
@@ -120,8 +123,8 @@ def list_command(
         return None
 
 
-@command("wait")
-@job_argument()
+@cli.command("wait")
+@cli.job_argument()
 @click.option("--for", "waits", multiple=True, metavar="running|SECONDS", help="""
     running: wait until JOB is running, instead of until it has ended. SECONDS: give up after that
     time; default: never. Both may be given: --for=running --for=600.""")  # fmt: skip
@@ -144,7 +147,7 @@ def wait_command(
     from rdzv.ctl.watch import wait
 
     seconds = [_wait_s(text, context) for text in waits if text != "running"]
-    with opened_client() as client:
+    with cli.opened_client() as client:
         text, code = wait(
             client,
             job,
@@ -168,20 +171,20 @@ def _wait_s(text: str, context: click.Context) -> float:
     return seconds
 
 
-@command("stop")
-@job_argument()
-@reason_option
+@cli.command("stop")
+@cli.job_argument()
+@cli.reason_option
 def stop_command(job: str, reason: str | None) -> str:
     """Stop JOB: its workers receive SIGTERM and time to save, and all its nodes leave."""
-    with opened_client() as client:
+    with cli.opened_client() as client:
         run = client.status(job).run or ""
-        found = client.stop(job, run, f"stopped {by_whom(reason)}")
+        found = client.stop(job, run, f"stopped {cli.by_whom(reason)}")
     return f"{job} is {found.state}"
 
 
-@command("restart")
-@job_argument()
-@reason_option
+@cli.command("restart")
+@cli.job_argument()
+@cli.reason_option
 def restart_command(job: str, reason: str | None) -> str:
     """Stop JOB's workers, giving them time to save, and form a new round.
 
@@ -189,21 +192,21 @@ def restart_command(job: str, reason: str | None) -> str:
     """
     from rdzv.view.answers import ENDED
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         before = client.status(job)
         if before.round is None or before.state != "running":
             has = "has" if before.state in ENDED else "is"
             raise InvalidRequestError(
                 f"{job} {has} {before.state}: there are no workers to restart"
             )
-        client.restart(job, before.run or "", before.round, f"restarted {by_whom(reason)}")
+        client.restart(job, before.run or "", before.round, f"restarted {cli.by_whom(reason)}")
     return f"{job}: round {before.round} ends, and another forms"
 
 
-@command("scale")
-@job_argument()
+@cli.command("scale")
+@cli.job_argument()
 @click.argument("bounds", metavar="MIN:MAX")
-@reason_option
+@cli.reason_option
 def scale_command(job: str, bounds: str, reason: str | None) -> str:
     """Allow JOB to have MIN to MAX nodes, overriding its launch options; N alone means N:N.
 
@@ -215,18 +218,194 @@ def scale_command(job: str, bounds: str, reason: str | None) -> str:
         raise click.UsageError(f"{bounds!r} is not MIN:MAX; give two numbers, as in 2:4")
     from rdzv.ctl.as_text import scaled
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         before = client.status(job)
-        why = f"scaled {by_whom(reason)}"
+        why = f"scaled {cli.by_whom(reason)}"
         most = most if colon else least
         found = client.scale(job, before.run or "", int(least), int(most), why)
     return scaled(before, found)
 
 
-@command("forget")
-@job_argument()
+@cli.command("forget")
+@cli.job_argument()
 def forget_command(job: str) -> str:
     """Delete JOB and its history. The job must have ended; `rdzvctl stop` ends it."""
-    with opened_client() as client:
-        client.forget(job, by_whom(None))
+    with cli.opened_client() as client:
+        client.forget(job, cli.by_whom(None))
     return f"{job} is forgotten"
+
+
+_TAIL = re.compile(r"([0-9]{1,15})([kMG]?)")
+_UNITS = {"k": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST_LINES = 2**32 - 1
+
+
+@cli.command("logs")
+@cli.job_argument()
+@click.option("-f", "--follow", is_flag=True, help="Continue with new output until the job ends.")
+@click.option("--rank", type=click.IntRange(0, 2**32 - 1), metavar="R", help="""
+    Only the worker with this RANK, without a prefix.""")  # fmt: skip
+@click.option("--round", "number", type=click.IntRange(0, 2**32 - 1), metavar="N", help="""
+    This round; default: the last.""")  # fmt: skip
+@click.option("--stdout", is_flag=True, help="Only standard output.")
+@click.option("--stderr", is_flag=True, help="Only standard error.")
+@click.option("--tail", metavar="N", help="""
+    Only the last N lines of each file or, with a suffix k, M or G, that many
+    bytes.""")  # fmt: skip
+@click.pass_context
+def logs_command(
+    context: click.Context,
+    job: str,
+    follow: bool,
+    rank: int | None,
+    number: int | None,
+    stdout: bool,
+    stderr: bool,
+    tail: str | None,
+) -> None:
+    """Show the output of JOB's workers, read from the nodes that have it.
+
+    Every line begins with its worker's RANK, unless only one RANK is requested. With --follow, the
+    round is shown from its beginning, or its --tail, and then every later round. Exits with 1 if
+    anything could not be shown; the reason is on stderr.
+    """
+    from rdzv.ctl.watch import show_logs
+
+    try:
+        tail_lines, tail_bytes = _parsed_tail(tail) if tail else (0, 0)
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    with cli.opened_client() as client:
+        pieces = client.logs(
+            job,
+            rank=rank,
+            number=number,
+            stdout=stdout or not stderr,
+            stderr=stderr or not stdout,
+            follow=follow,
+            tail_lines=tail_lines,
+            tail_bytes=tail_bytes,
+        )
+        whole = show_logs(pieces, one_rank=rank is not None, one_stream=stdout is not stderr)
+    context.exit(cli.OK if whole else cli.REFUSED)
+
+
+def _parsed_tail(text: str) -> tuple[int, int]:
+    """Parse a number of lines or bytes. Return both, with 0 for the one not given.
+
+    >>> _parsed_tail("100"), _parsed_tail("64k")
+    ((100, 0), (0, 65536))
+
+    Raises:
+        InvalidRequestError: the text is neither.
+    """
+    found = _TAIL.fullmatch(text)
+    count = int(found[1]) if found else 0
+    if found is None or count == 0 or (not found[2] and count > _MOST_LINES):
+        raise InvalidRequestError(
+            f"--tail={text} is not a number of lines or bytes; give, for example, 100 or 64k"
+        )
+    return (0, count * _UNITS[found[2]]) if found[2] else (count, 0)
+
+
+@cli.command("stacks", output=True)
+@cli.job_argument()
+@click.option("--round", "number", type=click.IntRange(0, 2**32 - 1), metavar="N", help="""
+    The round whose stacks were kept when it hung; default: the present one.""")  # fmt: skip
+@click.option(
+    "--raw", is_flag=True, help="All threads of all workers, not just one worker of each group."
+)
+def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
+    """Show where in their code JOB's workers are.
+
+    Workers at the same place are grouped. Running workers are inspected now by py-spy on their
+    nodes, which pauses each for a few milliseconds. Nodes that do not respond within 10 s are
+    listed. If no workers are running, the stacks kept from the last hang are shown.
+    """
+    from rdzv.ctl import as_text_stacks
+
+    with cli.opened_client() as client:
+        found = client.stacks(job, number)
+    return cli.answer(
+        output,
+        found,
+        lambda page: as_text_stacks.text(found, page, raw=raw),
+    )
+
+
+class _Submit(click.Command):
+    """A command whose arguments click does not parse, because it takes rdzvrun's flags."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Pass all arguments on to the command, unparsed."""
+        ctx.params = {"words": tuple(args)}
+        return args
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete flag names, and treat all other arguments as file names."""
+        from click.shell_completion import CompletionItem
+
+        from rdzv.ctl.job_request import option_names
+
+        if not incomplete.startswith("-"):
+            return [CompletionItem(incomplete, type="file")]
+        return [CompletionItem(name) for name in option_names() if name.startswith(incomplete)]
+
+
+@click.command("submit", cls=_Submit)
+@click.pass_context
+def submit_command(context: click.Context, words: tuple[str, ...]) -> str | int:
+    """Submit a job to the server, which runs it on free nodes.
+
+    Takes rdzvrun's flags, a script and the script's arguments; see rdzvctl submit --help.
+    """
+    from rdzv.ctl import job_request
+
+    try:
+        if job_request.wants_help(words):
+            return job_request.help_text()
+        request = job_request.read(words, job_request.CallerContext.here())
+    except InvalidRequestError as error:
+        raise click.UsageError(str(error), context) from None
+    from rdzv.ctl.as_text import submitted, to_submit
+    from rdzv.ctl.layout import page_for
+    from rdzv.view import as_json
+
+    for note in request.notes:
+        cli.warn(note)
+    if request.dry_run:
+        job = (request.rdzv_id, request.settings, request.spec)
+        return cli.answer(
+            request.output, as_json.to_submit(*job), lambda page: to_submit(*job, page)
+        )
+    cli.connection(context).update(request.connection)
+    with cli.opened_client() as client:
+        found = client.submit(
+            request.rdzv_id, request.run, request.settings, request.spec, cli.this_user()
+        )
+    if not request.follow:
+        return cli.answer(
+            request.output,
+            found,
+            lambda page: submitted(found, request.connection.get("server"), page),
+        )
+    text = submitted(found, None, page_for(sys.stderr), followed=True)
+    # Only the workers' output goes to stdout.
+    click.echo(text, err=True)
+    return _followed(request)
+
+
+def _followed(request: Request) -> int:
+    from rdzv.ctl.watch import follow
+
+    rdzv_id, server = request.rdzv_id, request.connection.get("server")
+    try:
+        with cli.opened_client() as logs, cli.opened_client() as watcher:
+            return follow(logs, watcher, rdzv_id, request.run, root_cause=request.root_cause_exit)
+    except KeyboardInterrupt:
+        option = f"--server={server} " if server else ""
+        return cli.complain(
+            f"{rdzv_id} continues; `rdzvctl {option}logs -f {rdzv_id}` shows its output, "
+            f"`rdzvctl {option}stop {rdzv_id}` stops it",
+            INTERRUPTED,
+        )

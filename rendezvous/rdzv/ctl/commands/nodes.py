@@ -1,22 +1,17 @@
-"""Commands for nodes: nodes, cordon, uncordon, drain, undrain."""
+"""Commands for nodes, for servers, and for who may call them: drain, backup, tokens, ..."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rdzv.ctl.command_line import (
-    answer,
-    by_whom,
-    command,
-    complain,
-    node_argument,
-    opened_client,
-    reason_option,
-)
+from rdzv.ctl import command_line as cli
 from rdzv.errors import InvalidRequestError, TooFewNodesError, UnknownNodeError, short
-from rdzv.runtime.usage import INTERRUPTED
+from rdzv.runtime.usage import INTERRUPTED, Choice
+from rdzv.structs import as_dict
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +20,8 @@ if TYPE_CHECKING:
     from rdzv.view.answers import Node
 
 
-@command("nodes", output=True)
-@node_argument(required=False)
+@cli.command("nodes", output=True)
+@cli.node_argument(required=False)
 def nodes_command(node: str | None, output: str) -> str:
     """Show every node, one line each; or everything known about NODE.
 
@@ -35,11 +30,11 @@ def nodes_command(node: str | None, output: str) -> str:
     """
     from rdzv.ctl import as_text_nodes
 
-    with opened_client() as client:
+    with cli.opened_client() as client:
         found = client.nodes()
     if node is None:
         server, away = str(client.server), client.store_away
-        return answer(
+        return cli.answer(
             output,
             {"nodes": found, "store_away": away},
             lambda page: as_text_nodes.nodes(server, found, page, away),
@@ -49,17 +44,17 @@ def nodes_command(node: str | None, output: str) -> str:
         raise UnknownNodeError(
             f"no node {short(node)} is known; `rdzvctl nodes` lists the known ones"
         )
-    return answer(output, one, lambda page: as_text_nodes.node(one, page))
+    return cli.answer(output, one, lambda page: as_text_nodes.node(one, page))
 
 
 def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
     """Report how a node has changed."""
-    return answer(output, node, lambda _: sentence(node))
+    return cli.answer(output, node, lambda _: sentence(node))
 
 
-@command("cordon", output=True)
-@node_argument()
-@reason_option
+@cli.command("cordon", output=True)
+@cli.node_argument()
+@cli.reason_option
 def cordon_command(node: str, reason: str | None, output: str) -> str:
     """Stop scheduling submitted jobs onto NODE; jobs already there continue.
 
@@ -67,26 +62,26 @@ def cordon_command(node: str, reason: str | None, output: str) -> str:
     """
     from rdzv.ctl.as_text_nodes import cordoned
 
-    with opened_client() as client:
-        return _changed(output, client.cordon(node, by_whom(reason)), cordoned)
+    with cli.opened_client() as client:
+        return _changed(output, client.cordon(node, cli.by_whom(reason)), cordoned)
 
 
-@command("uncordon", output=True)
-@node_argument()
+@cli.command("uncordon", output=True)
+@cli.node_argument()
 def uncordon_command(node: str, output: str) -> str:
     """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
 
-    with opened_client() as client:
-        return _changed(output, client.uncordon(node, by_whom(None)), uncordoned)
+    with cli.opened_client() as client:
+        return _changed(output, client.uncordon(node, cli.by_whom(None)), uncordoned)
 
 
-@command("drain", output=True)
-@node_argument(required=False)
+@cli.command("drain", output=True)
+@cli.node_argument(required=False)
 @click.option("--deadline", default="5m", show_default=True, metavar="TIME", help="""
     How long the workers have to save and exit, such as 90s or 5m; then they are
     killed.""")  # fmt: skip
-@reason_option
+@cli.reason_option
 @click.option(
     "--wait", "waits", is_flag=True, help="Return when nothing of a job is left on the node."
 )
@@ -139,13 +134,13 @@ def drain_command(
     except InvalidRequestError as error:
         raise click.UsageError(str(error), context) from None
     try:
-        with opened_client() as client:
+        with cli.opened_client() as client:
             if node is None:
-                rolling = rolling_drain.Rolling(label, deadline_ms, by_whom(reason), command)
+                rolling = rolling_drain.Rolling(label, deadline_ms, cli.by_whom(reason), command)
                 return rolling_drain.roll(client, rolling, click.echo)
             return _drain_one(client, node, deadline_ms, reason, output, waits=waits, force=force)
     except KeyboardInterrupt:
-        return complain("drained nodes stay drained; `rdzvctl undrain` lifts that", INTERRUPTED)
+        return cli.complain("drained nodes stay drained; `rdzvctl undrain` lifts that", INTERRUPTED)
 
 
 def _drain_one(
@@ -162,7 +157,7 @@ def _drain_one(
     from rdzv.ctl.as_text_nodes import drained
 
     try:
-        found = client.drain(node, deadline_ms, by_whom(reason), force=force)
+        found = client.drain(node, deadline_ms, cli.by_whom(reason), force=force)
     except TooFewNodesError as error:
         raise TooFewNodesError(
             f"{node} is not drained: without it, {error}; --force drains it all the same"
@@ -174,8 +169,8 @@ def _drain_one(
     return _changed(output, found, drained)
 
 
-@command("undrain", output=True)
-@node_argument()
+@cli.command("undrain", output=True)
+@cli.node_argument()
 def undrain_command(node: str, output: str) -> str:
     """Lift the drain of NODE, and allow submitted jobs there again unless it is cordoned.
 
@@ -184,5 +179,105 @@ def undrain_command(node: str, output: str) -> str:
     """
     from rdzv.ctl.as_text_nodes import undrained
 
-    with opened_client() as client:
-        return _changed(output, client.undrain(node, by_whom(None)), undrained)
+    with cli.opened_client() as client:
+        return _changed(output, client.undrain(node, cli.by_whom(None)), undrained)
+
+
+@cli.command("servers", output=True)
+def servers_command(output: str) -> str:
+    """Show the servers that share a store, and which of them leads."""
+    from rdzv.ctl import as_text_lists
+
+    with cli.opened_client() as client:
+        found = client.servers()
+    return cli.answer(output, {"servers": found}, lambda page: as_text_lists.servers(found, page))
+
+
+@cli.command("backup")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+def backup_command(file: Path, force: bool) -> str:
+    """Write a backup of the server's store to FILE while the server is running.
+
+    `rdzvd --restore FILE` restores it into a store of any kind. Only the current user can read
+    FILE. --timeout limits how long to wait without receiving any data.
+    """
+    from rdzv.ctl.new_files import new_file
+
+    with new_file(file, replace=force) as written, cli.opened_client() as client:
+        found = client.backup(written).trailer
+        size = written.seek(0, os.SEEK_END)
+    return f"{file}: {found.jobs} jobs, {found.events} events, {size} bytes"
+
+
+@cli.command("audit", output=True)
+@click.option("-n", "--limit", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
+    Only the newest N changes.""")  # fmt: skip
+def audit_command(limit: int | None, output: str) -> str:
+    """Show who changed which jobs, nodes and tokens, oldest first.
+
+    For admins only. Times are in this machine's time zone.
+    """
+    from rdzv.ctl import as_text_lists
+
+    with cli.opened_client() as client:
+        found = client.audit(limit or 0)
+    return cli.answer(
+        output,
+        {"events": found},
+        lambda page: as_text_lists.events(found, page, "no changes are recorded", "CALL"),
+    )
+
+
+_ROLES = ("read", "submit", "node", "admin")
+
+
+@click.group("tokens", cls=cli.Subcommands)
+def tokens_command() -> None:
+    """Create, list and revoke tokens, which identify callers without a certificate."""
+
+
+@cli.command("create", output=True, of=tokens_command)
+@click.argument("name")
+@click.option("--role", "roles", multiple=True, required=True, type=Choice(_ROLES), help="""
+    What its owner may do; may be given more than once.""")  # fmt: skip
+@click.option("--expires", metavar="TIME", help="""
+    How long it is valid, such as 12h or 30d; without this option, forever.""")  # fmt: skip
+def _create_token(name: str, roles: tuple[str, ...], expires: str | None, output: str) -> str:
+    """Create a token for the caller NAME, and write its text to stdout.
+
+    The text cannot be shown again, so store it where only NAME can read it. A name may have several
+    tokens, so that a new one can be handed out before the old one is revoked.
+    """
+    from rdzv.ctl import as_text_lists
+
+    life_ms = 0 if expires is None else cli.parse_duration("--expires", expires)
+    with cli.opened_client() as client:
+        token, text = client.create_token(name, roles, life_ms)
+    if output == "text":
+        click.echo(as_text_lists.made(token), err=True)
+    return cli.answer(output, {**as_dict(token), "text": text}, lambda _: text)
+
+
+@cli.command("list", output=True, of=tokens_command)
+def _list_tokens(output: str) -> str:
+    """List all tokens, without their text. Expired tokens remain listed for a while."""
+    from rdzv.ctl import as_text_lists
+
+    with cli.opened_client() as client:
+        found = client.tokens()
+    return cli.answer(output, {"tokens": found}, lambda page: as_text_lists.tokens(found, page))
+
+
+@cli.command("revoke", output=True, of=tokens_command)
+@click.argument("id_or_name", metavar="ID|NAME")
+def _revoke_tokens(id_or_name: str, output: str) -> str:
+    """Revoke the token ID, or all tokens of the caller NAME.
+
+    Nodes that use them are disconnected.
+    """
+    from rdzv.ctl import as_text_lists
+
+    with cli.opened_client() as client:
+        found = client.revoke_tokens(id_or_name)
+    return cli.answer(output, {"tokens": found}, lambda _: as_text_lists.revoked(found))

@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rdzv.ctl.command_line import (
-    OK,
-    REFUSED,
-    command,
-    connection,
-    credentials_of,
-    job_argument,
-    opened_client,
-)
+from rdzv.ctl import command_line as cli
 from rdzv.errors import InvalidRequestError, did_you_mean
 
 if TYPE_CHECKING:
     from rdzv.ctl.doctor import Finding
+
 
 _HERE = Path(__file__)
 PAGES = next(
@@ -40,7 +33,7 @@ WAIT_S = 300.0
 """How long --listen waits for the other machine, unless --timeout is given."""
 
 
-@command("doctor")
+@cli.command("doctor")
 @click.option(
     "--nodes", "with_nodes", is_flag=True, help="Also check the nodes that the server knows."
 )
@@ -75,7 +68,7 @@ def doctor_command(
             "--listen and --reach are for two different machines; give one of them", context
         )
     if listen_port is not None:
-        within_s = connection(context).get("timeout_s", WAIT_S)
+        within_s = cli.connection(context).get("timeout_s", WAIT_S)
         return _show([doctor.wait_for_visit(listen_port, within_s, _say_port)])
     if reach is not None:
         host, _, port = reach.rpartition(":")
@@ -83,8 +76,8 @@ def doctor_command(
             raise click.UsageError(f"--reach {reach!r} is not HOST:PORT", context)
         return _show([doctor.visit(host.strip("[]"), int(port))])
     python = python or os.environ.get("PYTHON_EXEC") or sys.executable
-    credentials = credentials_of(context)
-    with opened_client() as client:
+    credentials = cli.credentials_of(context)
+    with cli.opened_client() as client:
         return _show(doctor.examine(client, credentials, python, with_nodes=with_nodes))
 
 
@@ -97,16 +90,16 @@ def _show(findings: Iterable[Finding]) -> int:
     from rdzv.ctl import doctor
     from rdzv.ctl.layout import page_for
 
-    page, exit_code = page_for(sys.stdout), OK
+    page, exit_code = page_for(sys.stdout), cli.OK
     for finding in findings:
         click.echo(doctor.line(finding, page))
         if finding.verdict is doctor.Verdict.PROBLEM:
-            exit_code = REFUSED
+            exit_code = cli.REFUSED
     return exit_code
 
 
-@command("support-bundle")
-@job_argument()
+@cli.command("support-bundle")
+@cli.job_argument()
 @click.option("-o", "--output", "path", type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE", help="""
     Where to write it; default: JOB-support.tar.gz.""")  # fmt: skip
@@ -128,7 +121,7 @@ def support_bundle_command(
     from rdzv.ctl.new_files import new_file
 
     now_unix_ms = round(time.time() * 1000)
-    with opened_client() as client:
+    with cli.opened_client() as client:
         files = support_bundle.collect(client, job, now_unix_ms, with_logs=with_logs)
     folder = "".join(c if c.isalnum() or c in "-_." else "_" for c in job) + "-support"
     path = path or Path(f"{folder}.tar.gz")
