@@ -47,7 +47,6 @@ Exit codes:
 
 
 def main() -> None:
-    """Run this process's command line and exit."""
     # gRPC's own log lines would only repeat the error, less clearly.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     for stream in (sys.stdout, sys.stderr):
@@ -117,11 +116,9 @@ class _Rdzvctl(CommandGroup):
     """The group of all commands: imports a command's module when the command is used."""
 
     def list_commands(self, _: click.Context) -> list[str]:
-        """Return the names of all commands."""
         return sorted(name for commands in SECTIONS.values() for name in commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, or None if there is none of that name."""
         for commands in SECTIONS.values():
             if module := commands.get(cmd_name):
                 function = f"{cmd_name.replace('-', '_')}_command"
@@ -131,7 +128,6 @@ class _Rdzvctl(CommandGroup):
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands, grouped by task."""
         for title, names in SECTIONS.items():
             commands = (self.get_command(ctx, name) for name in names)
             list_commands(formatter, title, filter(None, commands))

@@ -87,7 +87,6 @@ def reason(job: JobStatus, page: Page) -> list[str]:
 
 
 def scaled(before: JobStatus, job: JobStatus) -> str:
-    """Describe how an operator changed a job's bounds, and the effect on its current nodes."""
     text = (
         f"{job.rdzv_id} has min_nodes {job.min_nodes} and max_nodes {job.max_nodes} now "
         f"(before: {before.min_nodes} and {before.max_nodes})"
@@ -112,7 +111,6 @@ def only_watched(job: JobStatus | JobSummary) -> bool:
 
 
 def headline(job: JobStatus, page: Page) -> str:
-    """Describe a job's state and when it began."""
     age, at = duration(job.state_age_ms), page.ago(job.state_age_ms)
     since = f"{age} ago, at {at}" if job.state in ENDED else f"for {age}, since {at}"
     mark = f"{job.backend}, read-only" if only_watched(job) else ""
@@ -120,7 +118,6 @@ def headline(job: JobStatus, page: Page) -> str:
 
 
 def facts(job: JobStatus, page: Page) -> list[str]:
-    """Format the facts about a job, one per line."""
     return page.facts(
         {
             "backend" if only_watched(job) else "run": _run(job),
@@ -178,7 +175,6 @@ def _restarts(job: JobStatus) -> Text:
 
 
 def budgets(job: JobStatus) -> str:
-    """Describe budgets other than restarts that are limited or partly spent; empty if none."""
     has, said = job.budgets, []
     if has is None:
         return ""
@@ -203,7 +199,6 @@ def _of(spent: int, most: int | None) -> str:
 
 
 def workers(job: JobStatus) -> str:
-    """Count the round's kept workers, and its new ones as warm or cold; empty if unknown."""
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
@@ -240,7 +235,6 @@ def progress(job: JobStatus) -> str:
 
 
 def snapshots(job: JobStatus) -> str:
-    """Describe the newest whole snapshot in memory, and how many steps a failure would cost now."""
     found = job.snapshot
     if found is None:
         return ""
@@ -275,8 +269,6 @@ def after_loss_of_node(job: JobStatus) -> str:
 
 
 def straggling(job: JobStatus) -> str:
-    """Name the stragglers, slowest first."""
-
     def least_first(one: Straggler) -> float:
         return -(one.wait_share or (one.step_s or 0) / (one.median_s or math.inf))
 
@@ -298,7 +290,6 @@ def _steps(progress: Sequence[RankProgress], job: JobStatus) -> str:
 
 
 def _present_rate(one: RankProgress) -> float | None:
-    """Return a worker's rate, or None if it is unknown or outdated."""
     if one.rate is None:
         return None
     missed = one.rate * one.age_ms / 1000
@@ -386,7 +377,6 @@ def submitted(job: JobStatus, server: str | None, page: Page, *, followed: bool 
 
 
 def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> str:
-    """Format the job that would be submitted."""
     each = str(spec.local_world_size) if spec.local_world_size else "as many as each node counts"
     first = page.line(bold(rdzv_id), "would be submitted; nothing was sent")
     facts = {
@@ -399,7 +389,6 @@ def to_submit(rdzv_id: str, settings: Settings, spec: JobSpec, page: Page) -> st
 
 
 def submission(job: JobStatus, made: Submission, page: Page) -> list[str]:
-    """Format how a job was submitted, and its placement so far."""
     by = made.submitted_by or "-"
     if made.submitter:
         by += f" [{made.submitter}]"
@@ -435,7 +424,6 @@ def _wanted(
     labels: Mapping[str, str],
     env_names: Sequence[str],
 ) -> dict[str, str]:
-    """Describe what a submitted job runs and needs, with empty values for most defaults."""
     gpus = job.gpus_per_node
     return {
         "runs": shlex.join(job.args),
@@ -452,7 +440,6 @@ def _wanted(
 
 
 def one_line_of(failure: LastFailure) -> str:
-    """Describe in one line which worker failed, how and when."""
     when = "" if failure.age_ms is None else f", {duration(failure.age_ms)} ago"
     cause = failure.root_cause
     message = f": {cause.message}" if cause.message else ""
@@ -521,10 +508,8 @@ def _failed_too(others: Sequence[WorkerFailure], page: Page, everything: bool) -
 
 
 def state_cell(state: str) -> Cell:
-    """Return a cell with a state in its usual color."""
     return Cell(state or UNKNOWN, _STATE_STYLES.get(state, ""))
 
 
 def number_text(number: int | None) -> str:
-    """Format a number, or a dash if the number is unknown."""
     return UNKNOWN if number is None else str(number)

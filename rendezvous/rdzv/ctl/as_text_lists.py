@@ -46,7 +46,6 @@ def chosen(
 
 
 def has_ended(job: JobSummary) -> bool:
-    """Return whether a job's last run has ended."""
     return job.state in ENDED
 
 
@@ -150,7 +149,6 @@ def _event_name(event: Event, width: int = 0) -> Cell:
 
 
 def servers(found: Sequence[Server], page: Page) -> str:
-    """Format the servers, one per line."""
     if not found:
         return page.line(dim("no server is known here"))
     columns: Columns[Server] = {
@@ -174,7 +172,6 @@ def servers(found: Sequence[Server], page: Page) -> str:
 
 
 def tokens(found: Sequence[Token], page: Page) -> str:
-    """Format the tokens, one per line."""
     if not found:
         return "\n".join(page.sentence("there are no tokens; `rdzvctl tokens create` creates one"))
     columns: Columns[Token] = {
@@ -217,5 +214,4 @@ def made(token: Token) -> str:
 
 
 def revoked(found: Sequence[Token]) -> str:
-    """List the tokens that were revoked, one per line."""
     return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)

@@ -19,7 +19,6 @@ _LEAST_REASON = 16
 
 
 def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None = None) -> str:
-    """Format the nodes, one per line, sorted by name; if changes are not being stored, say why."""
     away = page.sentence(store_away) if store_away else []
     if not found:
         return "\n".join([f"no nodes at {server}", *away])
@@ -44,7 +43,6 @@ def nodes(server: str, found: Sequence[Node], page: Page, store_away: str | None
 
 
 def node(found: Node, page: Page) -> str:
-    """Format everything known about one node."""
     since = ""
     if found.state_age_ms is not None:
         since = f"for {duration(found.state_age_ms)}, since {page.ago(found.state_age_ms)}"
@@ -65,18 +63,15 @@ def node(found: Node, page: Page) -> str:
 
 
 def cordoned(found: Node) -> str:
-    """Report that a node is cordoned, and which jobs it still has."""
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
 
 def uncordoned(found: Node) -> str:
-    """Report that a node is uncordoned, and whether submitted jobs are placed on it again."""
     return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
 def drained(found: Node) -> str:
-    """Report the progress of a node's drain, and which jobs it still has."""
     name = harmless(found.node_id)
     if found.drain is None:
         return f"{name} is no longer drained: the drain was lifted meanwhile"
@@ -87,7 +82,6 @@ def drained(found: Node) -> str:
 
 
 def undrained(found: Node) -> str:
-    """Report that a node's drain is lifted, and whether submitted jobs are placed on it again."""
     name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""
@@ -102,7 +96,6 @@ def undrained(found: Node) -> str:
 
 
 def _takes_jobs(node: Node) -> str:
-    """Describe whether submitted jobs are placed on a node and, if not, why."""
     if node.drain is not None:
         why = _because(node.drain_reason)
         return f"it is about to leave by itself, so no submitted job is placed on it{why}"
@@ -128,7 +121,6 @@ def _is_cordoned(node: Node) -> bool:
 
 
 def _why_taken_out(node: Node) -> str:
-    """Describe a node's drain, with the time left, or its cordon; empty if it has neither."""
     if node.drain == "draining":
         left = duration(node.drain_left_ms or 0)
         why = f": {node.drain_reason}" if node.drain_reason else ""
@@ -202,7 +194,6 @@ def _gpus_free(node: Node) -> str:
 
 
 def _unusable(node: Node, header: str) -> str:
-    """Return the reason why nothing is placed on a node, as text for the column `header`."""
     if header == "CORDONED":
         besides = f"; cordoned {node.cordon_reason or ''}".rstrip() if node.cordoned_besides else ""
         return _why_taken_out(node) + besides
@@ -219,7 +210,6 @@ def _unusable(node: Node, header: str) -> str:
 
 
 def _jobs(node: Node) -> str:
-    """Name a node's jobs, marking those that are not running yet or are still holding resources."""
     named = [
         job.rdzv_id + (f" ({job.state})" if job.state in ("placed", "holding") else "")
         for job in node.jobs[:_MOST_JOBS]

@@ -50,7 +50,6 @@ def hours(ms: int | None) -> str:
 
 
 def cause_name(cause: str) -> str:
-    """Return a name for the cause of lost time. An empty cause is the start of the run."""
     return cause or "the start"
 
 
@@ -74,7 +73,6 @@ RUN_JOBS: Mapping[str, Callable[[JobLine], str]] = {
 
 
 def cost_columns(gpus_per_node: int | None) -> Mapping[str, Callable[[Cost], str]]:
-    """Return the columns of the table that shows what one run lost."""
     gpus = gpus_per_node
     return {
         "cause": lambda cost: cause_name(cost.cause),
@@ -87,7 +85,6 @@ def cost_columns(gpus_per_node: int | None) -> Mapping[str, Callable[[Cost], str
 
 
 def loss_columns(name: str) -> Mapping[str, Callable[[Loss], str]]:
-    """Return the columns of the table that shows what all jobs lost; `name` titles the first."""
     return {
         name: lambda loss: cause_name(loss.name),
         "times": lambda loss: str(loss.times),
@@ -98,7 +95,6 @@ def loss_columns(name: str) -> Mapping[str, Callable[[Loss], str]]:
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
-    """Format one run's ledger; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     state = found.result or "open"
     lines = [page.line(bold(rdzv_id), f"{number}, {state}"), ""]
@@ -135,7 +131,6 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    """Return notes on what a ledger cannot determine."""
     told = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
         told.append(NO_STEPS)
@@ -165,7 +160,6 @@ def _phases(phases: Mapping[str, int], page: Page) -> list[str]:
 def _first(
     found: Sequence[T], columns: Mapping[str, Callable[[T], str]], noun: str, page: Page
 ) -> list[str]:
-    """Format the first rows of a table, and count the others."""
     if not found:
         return ["none"]
     capital = {title.upper(): text_of for title, text_of in columns.items()}
@@ -179,7 +173,6 @@ def _first(
 
 
 def report(found: Report, page: Page) -> str:
-    """Format how all jobs spent their time, and which causes and nodes cost most."""
     since = duration(found.until_unix_ms - found.from_unix_ms)
     lines = [page.line(bold(f"All jobs in the last {since}")), ""]
     if not found.jobs:

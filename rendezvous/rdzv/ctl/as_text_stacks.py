@@ -53,7 +53,6 @@ def text(report: StackReport, page: Page, *, raw: bool) -> str:
 
 
 def _one_of_each(report: StackReport, groups_shown: int) -> Sequence[WorkerStack]:
-    """Return one worker's stack from each displayed group."""
     by_rank = {stack.rank: stack for stack in report.stacks}
     found = []
     for group in report.groups[:groups_shown]:
@@ -92,7 +91,6 @@ def _stack(stack: WorkerStack, page: Page, raw: bool) -> list[str]:
 
 
 def _record(record: GroupRecord) -> str:
-    """Describe a worker's last collective in a group."""
     name = " ".join(filter(None, (record.group, record.description)))
     if not record.latest:
         return f"group {name}: it has entered no collective"

@@ -35,7 +35,6 @@ _QUIET = {
 
 
 def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
-    """Return the story of a job's current or last run."""
     now_ms = round(page.now_s * 1000)
     runs = runs_of(history)
     run = next((run for run in reversed(runs) if run.run == (status.run or "")), None)
@@ -66,7 +65,6 @@ def _state(status: JobStatus) -> Cell:
 
 
 def _story(run: Run, runs: Sequence[Run], page: Page, now_ms: int) -> list[str]:
-    """Format a run's history, with each sentence next to its time."""
     told: list[tuple[int, str]] = []
     if len(runs) > 1 and run.number is not None and run.number > 1:
         before = next((r for r in reversed(runs) if r.run != run.run and r.result), None)
@@ -119,7 +117,6 @@ def _reasons(run: Run) -> Iterator[str]:
 
 
 def _told(told: Sequence[tuple[int, str]], page: Page) -> list[str]:
-    """Format sentences next to their times; times on other days include the date."""
     clocks = [page.clock(at_ms) for at_ms, _ in told]
     width = max(map(len, clocks))
     return [
@@ -136,7 +133,6 @@ def _beginning(run: Run) -> str:
 
 
 def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, str]]:
-    """Return sentences on how a round began and ended, with their times."""
     told = []
     who = _participants(round_)
     if round_.adopted:
@@ -163,7 +159,6 @@ def _participants(round_: Round) -> str:
 
 
 def _end(run: Run, round_: Round) -> str:
-    """Describe why a round ended, the cause it was charged to, and when the next one came."""
     assert round_.ended_ms is not None
     ran = "" if round_.adopted else f" after {duration(round_.ended_ms - round_.at_ms)}"
     text = f"Round {round_.number} ended{ran} ({round_.cause}): {_sentence(round_.reason)}"
@@ -198,7 +193,6 @@ def _times(number: int) -> str:
 
 
 def _sentence(text: str) -> str:
-    """End a sentence with a period, unless it already ends with punctuation."""
     return text if not text or text[-1] in ".!?" else f"{text}."
 
 
@@ -230,7 +224,6 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
 
 
 def _costs(spent: Ledger) -> list[str]:
-    """Summarize what each cause has cost, until training was where it had been before."""
     times: Counter[str] = Counter()
     lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for cost in spent.costs:
@@ -253,7 +246,6 @@ def _listed(phases: Mapping[str, int]) -> str:
 
 
 def _spent(spent: Ledger) -> list[str]:
-    """Describe how much of the time was spent on training, and where the rest went."""
     if not spent.wall_ms:
         return []
     phases = dict(spent.phases)
@@ -267,7 +259,6 @@ def _spent(spent: Ledger) -> list[str]:
 
 
 def _now(status: JobStatus, page: Page) -> list[str]:
-    """Describe the job's current state, and what it is waiting for."""
     since = "" if status.state in ENDED else f" (for {duration(status.state_age_ms)})"
     text = f"It {_does(status.state)}{since}"
     reason = status.reason.line.removeprefix(f"{status.state}: ")

@@ -38,7 +38,6 @@ DENIED = 77
 
 
 def say(message: str) -> None:
-    """Print one line on stderr."""
     from rdzv.runtime.log_format import harmless
 
     click.echo(f"{PROGRAM}: {harmless(message)}", err=True)
@@ -49,7 +48,6 @@ def warn(message: str) -> None:
 
 
 def complain(message: str, exit_code: int) -> int:
-    """Print why a command fails, and return `exit_code`."""
     say(message)
     return exit_code
 
@@ -81,7 +79,6 @@ class _ConnectionOption(click.Option):
             connection(context)[self.name or ""] = value
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the option's name and text for --help, or None to omit it."""
         if ctx.parent is None:
             return super().get_help_record(ctx)
         if self.name != "server":
@@ -135,20 +132,17 @@ def command(
 
 
 def connection(context: click.Context) -> dict[str, Any]:
-    """Return the connection options that were given, by name."""
     given: dict[str, Any] = context.meta.setdefault("rdzv.connection", {})
     return given
 
 
 def credentials_of(context: click.Context) -> Credentials:
-    """Return the credentials from the command line and the environment."""
     from rdzv.transport.channels import Credentials
 
     return Credentials.parse(connection(context), os.environ)
 
 
 def _server_named(context: click.Context) -> str | None:
-    """Return the server from the command line or the environment, or None if neither names one."""
     named: str | None = connection(context).get("server")
     return os.environ.get("RDZV_SERVER") or None if named is None else named
 
@@ -160,7 +154,6 @@ _SENTENCE = 200
 def list_commands(
     formatter: click.HelpFormatter, title: str, commands: Iterable[click.Command]
 ) -> None:
-    """List commands in --help, each with its first sentence."""
     with formatter.section(title):
         formatter.write_dl([(c.name or "", c.get_short_help_str(_SENTENCE)) for c in commands])
 
@@ -172,7 +165,6 @@ class Subcommands(CommandGroup):
         super().__init__(*args, **{**more, "no_args_is_help": False})
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands."""
         list_commands(formatter, "Commands", self.commands.values())
 
 
@@ -306,7 +298,6 @@ def _with_server(message: str, endpoint: str, named: str | None) -> str:
 
 
 def this_user() -> str:
-    """Return the user's name and host, for the audit log."""
     import getpass
     import socket
 
@@ -318,5 +309,4 @@ def this_user() -> str:
 
 
 def by_whom(reason: str | None) -> str:
-    """Return the reason to store with a change: the user and, if given, the user's reason."""
     return f"by {this_user()}" + (f": {reason}" if reason else "")

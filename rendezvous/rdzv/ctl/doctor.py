@@ -61,7 +61,6 @@ _ok, _warning, _problem = (partial(Finding, verdict) for verdict in Verdict)
 
 
 def check_machine(python: str) -> Iterator[Finding]:
-    """Check that this machine has what workers need; `python` is the workers' interpreter."""
     yield check_torch(python)
     yield check_shm(Path("/dev/shm"))
     yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -69,7 +68,6 @@ def check_machine(python: str) -> Iterator[Finding]:
 
 
 def check_torch(python: str) -> Finding:
-    """Check that the workers' interpreter has torch, by importing it there."""
     if shutil.which(python) is None:
         return _problem(
             "torch", f"{python} is not a program; name the job's interpreter with --python"
@@ -94,7 +92,6 @@ def check_torch(python: str) -> Finding:
 
 
 def check_shm(shm: Path) -> Finding:
-    """Check the shared memory that DataLoader workers and NCCL use."""
     try:
         usage = shutil.disk_usage(shm)
     except OSError as error:
@@ -107,7 +104,6 @@ def check_shm(shm: Path) -> Finding:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """Check how many files and sockets a worker may open."""
     if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
         return _ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft}")
     upto = "" if hard == resource.RLIM_INFINITY else f" (up to {hard} is allowed)"
@@ -115,7 +111,6 @@ def check_open_files(soft: int, hard: int) -> Finding:
 
 
 def check_name(name: str) -> Finding:
-    """Check that this machine's name resolves to an address that other machines can use."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -137,7 +132,6 @@ def check_name(name: str) -> Finding:
 
 
 def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Finding]:
-    """Check that the client certificate, if any, is valid and does not expire soon."""
     if credentials.cert is None:
         return
     what = f"certificate {credentials.cert}"
@@ -156,7 +150,6 @@ def check_certificate(credentials: Credentials, now: datetime) -> Iterator[Findi
 
 
 def check_server(client: ControlClient) -> Iterator[Finding]:
-    """Check that the server responds, and that its version and clock match this machine's."""
     began_s = time.monotonic()
     try:
         servers = client.servers()
@@ -170,7 +163,6 @@ def check_server(client: ControlClient) -> Iterator[Finding]:
 def judge_servers(
     asked: str, servers: Sequence[Server], took_ms: float, now_unix_ms: int
 ) -> Iterator[Finding]:
-    """Check the server's response, which took `took_ms` and arrived at `now_unix_ms`."""
     leaders = [server.address for server in servers if server.leads]
     if leaders:
         yield _ok("server", f"{asked} answers after {took_ms:.0f} ms; {leaders[0]} leads")
@@ -288,7 +280,6 @@ def visit(host: str, port: int) -> Finding:
 def examine(
     client: ControlClient, credentials: Credentials, python: str, *, with_nodes: bool
 ) -> Iterator[Finding]:
-    """Run all checks of this machine and the server and, with `with_nodes`, of the nodes."""
     yield from check_machine(python)
     yield from check_certificate(credentials, datetime.now(UTC))
     answers = True
@@ -303,7 +294,6 @@ def examine(
 
 
 def line(finding: Finding, page: Page) -> str:
-    """Format a finding as one line."""
     styles = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.PROBLEM: "red"}
     verdict = Cell(finding.verdict.value.ljust(7), styles[finding.verdict])
     return page.line(verdict, Cell(finding.check.ljust(12), "bold"), Cell(finding.text))

@@ -62,7 +62,6 @@ class CallerContext:
 
     @classmethod
     def here(cls) -> CallerContext:
-        """Return this process's caller, with the directory as named by the shell."""
         return cls(_working_directory(os.environ.get("PWD", "")), os.environ)
 
 
@@ -104,12 +103,10 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def help_text() -> str:
-    """Return the command's help text."""
     return make_parser().format_help().rstrip()
 
 
 def option_names() -> list[str]:
-    """List all accepted flags, for completion."""
     return sorted(
         name
         for name, action in make_parser().options.items()
@@ -234,7 +231,6 @@ _OWN = frozenset(flag.dest for flag in (*_OF_JOB, *_OF_COMMAND))
 
 @functools.cache
 def make_parser() -> flags.Parser:
-    """Return the parser of the flags of `rdzvctl submit`."""
     parser = flags.Parser(
         prog="rdzvctl submit",
         usage="rdzvctl submit [rdzvrun's flags] [flags below] [--] script ...",
@@ -373,7 +369,6 @@ def _chdir(given: str | None, directory: str) -> str:
 
 
 def _notes(conf: Iterable[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return notes on options and variables that have no effect."""
     notes = declared_flags.unknown_keys(conf)
     if defaults := sorted(name for name in environ if name.startswith("PET_")):
         notes.append(f"{listed(defaults)} in this environment have no effect here; give flags")
@@ -440,7 +435,6 @@ class _File:
         return str(value)
 
     def _item(self, key: str, name: str, value: Any) -> str:
-        """Format one value of a table as it appears in a comma-separated list."""
         if isinstance(value, bool):
             return str(value).lower()
         if not isinstance(value, str | int | float) or "," in f"{name}{value}":

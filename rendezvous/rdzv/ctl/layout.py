@@ -67,7 +67,6 @@ class Page:
         return _GAP.join(self._paint(cell) for cell in map(_cell, texts) if cell.text)
 
     def sentence(self, text: str, indent: int = 0) -> list[str]:
-        """Wrap text to fit the page."""
         return self._wrapped(Cell(text), " " * indent, indent)
 
     def fact(self, label: str, value: Text, width: int = 0) -> list[str]:
@@ -131,7 +130,6 @@ class Page:
         return lines
 
     def at(self, unix_ms: int) -> str:
-        """Format a time to the millisecond."""
         moment = self._moment(unix_ms / 1000)
         return f"{moment:%Y-%m-%d %H:%M:%S}.{unix_ms % 1000:03d}" if moment else "?"
 
@@ -147,7 +145,6 @@ class Page:
         return f"{moment:%H:%M:%S}" if moment.date() == now.date() else f"{moment:%Y-%m-%d %H:%M}"
 
     def _moment(self, unix_s: float) -> datetime | None:
-        """Return a time in the page's zone, or None if the number is out of range."""
         try:
             return datetime.fromtimestamp(unix_s, self.zone)
         except (OverflowError, ValueError, OSError):
@@ -187,7 +184,6 @@ class Page:
 
 
 def page_for(stream: TextIO) -> Page:
-    """Return the page for a stream, as wide as its terminal, in color unless NO_COLOR is set."""
     terminal = stream.isatty()
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Page(
@@ -210,6 +206,5 @@ def _width(text: str) -> int:
 
 
 def _cut(text: str, room: int) -> str:
-    """Shorten text to the available width, ending it in an ellipsis if it was cut."""
     room = max(room, 2)
     return text if len(text) <= room else text[: room - 1] + "…"

@@ -117,7 +117,6 @@ def screen(
 
 
 def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
-    """Format as many nodes as fit on `room` lines; the last line counts the others."""
     fits = len(job.nodes) + 1 <= room
     if not job.nodes or (not fits and room < 3):
         return []
@@ -126,7 +125,6 @@ def _nodes(job: JobStatus, page: Page, room: int) -> list[str]:
 
 
 def _facts(job: JobStatus, page: Page) -> list[str]:
-    """Format the round, progress and placement on a few lines."""
     round_ = "none yet" if job.round is None else str(job.round)
     parts = [f"round {round_}"]
     if job.world_size is not None:
@@ -167,12 +165,10 @@ class _Bars:
         return self.full * cells + self.empty * (self.width - cells)
 
     def line(self, label: str, bar: str, text: str) -> list[str]:
-        """Format a bar between its label and its text."""
         return self.page.fact(label, f"{bar} {text}")
 
 
 def _bars(job: JobStatus, whole_ms: int | None, bars: _Bars) -> list[str]:
-    """Format a bar for the nodes that are present, and one for the time left in a wait."""
     lines = []
     if job.min_nodes is not None and job.max_nodes is not None and job.state not in ENDED:
         have = sum(1 for node in job.nodes if node.state in _HERE)

@@ -61,7 +61,6 @@ p.big { font-size: 30px; font-weight: 650; margin: 0; } .dim { opacity: 0.7; }
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
-    """Return the page for one run; `others` are the job's other runs."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     good = share(found.goodput, steps_reported=found.steps_reported)
     trained = duration(found.phases[LedgerPhase.TRAINING])
@@ -89,7 +88,6 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
 
 
 def report(found: Report) -> str:
-    """Return the page for all jobs."""
     bound = all(job.steps_reported for job in found.jobs)
     since = duration(found.until_unix_ms - found.from_unix_ms)
     good = share(found.goodput, steps_reported=bound)
@@ -120,7 +118,6 @@ def _page(title: str, body: Iterable[str]) -> str:
 
 
 def _band(intervals: Sequence[Interval]) -> str:
-    """Draw a run's phases from left to right, with times below."""
     if not intervals:
         return "<p>No time has passed yet.</p>"
     from_ms, until_ms = intervals[0].from_unix_ms, intervals[-1].until_unix_ms
@@ -183,7 +180,6 @@ def _key(phases: Mapping[str, int]) -> str:
 
 
 def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = duration) -> str:
-    """Draw horizontal bars, each with its name, its amount and its share of the total."""
     found = list(rows)
     whole_ms = max(sum(ms for _, ms, _ in found), 1)
     most_ms = max((ms for _, ms, _ in found), default=0) or 1

@@ -51,11 +51,6 @@ def parse_deadline(text: str) -> int:
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Parse LABEL=VALUE.
-
-    >>> parse_label("rack=a1")
-    ('rack', 'a1')
-    """
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise InvalidRequestError(f"--all-of={text} is not LABEL=VALUE; give, for example, rack=a1")
@@ -189,7 +184,6 @@ def _is_ours(reason: str, rolling: Rolling) -> bool:
 
 
 def _wait_running(client: ControlClient, jobs: Sequence[str], say: Callable[[str], None]) -> None:
-    """Wait until each of the jobs, which have lost a node, is running again or has ended."""
     for rdzv_id in jobs:
 
         def look(rdzv_id: str = rdzv_id) -> str | None:

@@ -87,7 +87,6 @@ def collect(
 
 
 def _output(client: ControlClient, rdzv_id: str) -> str:
-    """Return the end of the workers' output in the last round."""
     pieces: dict[tuple[str, int, bool], bytes] = {}
     for piece in client.logs(rdzv_id, tail_lines=LOG_LINES):
         worker = (piece.node_id, piece.rank, piece.stderr)
@@ -101,13 +100,11 @@ def _output(client: ControlClient, rdzv_id: str) -> str:
 
 
 def contents(files: Mapping[str, str]) -> Iterable[str]:
-    """List the files and their sizes, so that users can review them before they are written."""
     for name, text in files.items():
         yield f"  {name:<16} {len(text.encode()):>9} bytes"
 
 
 def write(files: Mapping[str, str], folder: str, to: IO[bytes], now_unix_ms: int) -> None:
-    """Write the files to a compressed archive, inside the folder `folder`."""
     with tarfile.open(fileobj=to, mode="w:gz") as archive:
         for name, text in files.items():
             data = text.encode()

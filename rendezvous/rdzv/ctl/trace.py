@@ -52,7 +52,6 @@ class Span:
 
 
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
-    """Return the trace as a JSON document; slices still open end at `now_ms`, a Unix time."""
     events: list[dict[str, Any]] = []
     for number, run in enumerate(runs_of(history), 1):
         name_present(run, status)

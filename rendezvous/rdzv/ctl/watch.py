@@ -61,7 +61,6 @@ _News = SimpleQueue[JobStatus | RendezvousError]
 
 
 def tries_again(error: RendezvousError) -> None:
-    """Report that the server does not respond any more."""
     warn(f"{error}; trying again")
 
 
@@ -145,7 +144,6 @@ def show_again(shown: Callable[[], str], *, as_screen: bool) -> None:
 
 
 def one_of_many(output: str, found: Any) -> str:
-    """Format a JSON document as part of a stream: as a single line, or as YAML after ---."""
     if output == "json":
         return as_json.document(found, indent=None)
     return f"---\n{as_yaml(as_json.document(found))}"
@@ -230,7 +228,6 @@ class StateReports:
         """The state and reason last reported, without the changing times in the reason."""
 
     def report(self, status: JobStatus) -> None:
-        """Report a job's state and reason, unless only times in the reason have changed."""
         news = (status.state, str(status.reason.without_times()))
         if news != self._reported:
             reason = str(status.reason).removeprefix(f"{status.state}: ")
@@ -358,7 +355,6 @@ def follow_events(
 
 
 def _after(known: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
-    """Return the `newest` events that come after the `known` ones."""
     for count, event in enumerate(reversed(newest)):
         if known and event == known[-1]:
             return newest[len(newest) - count :]

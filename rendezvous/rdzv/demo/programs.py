@@ -13,7 +13,6 @@ from pathlib import Path
 
 
 def command_of(module: str, *args: str) -> list[str]:
-    """Return the command that runs one of this installation's programs as a module."""
     return [sys.executable, "-P", "-m", module, *args]
 
 
@@ -43,7 +42,6 @@ class DemoProgram:
             )
 
     def next(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Return the next match in a line of the output, or None if there is none yet."""
         with self.log.open("rb") as output:
             output.seek(self._read_bytes)
             while (line := output.readline()).endswith(b"\n"):
@@ -66,7 +64,6 @@ class DemoProgram:
         self.process.wait()
 
     def stop(self, timeout_s: float) -> None:
-        """Send SIGTERM to the program, and kill it if it has not exited after `timeout_s`."""
         self.process.terminate()
         try:
             self.process.wait(timeout_s)
@@ -85,7 +82,6 @@ def descendants(pid: int) -> list[int]:
 
 
 def environ_of(pid: int) -> dict[bytes, bytes]:
-    """Return the environment with which a process was started."""
     with suppress(OSError):
         pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)

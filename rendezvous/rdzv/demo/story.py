@@ -130,7 +130,6 @@ class Demo:
         self.say(f"watch it live: {self.http}/#/job/{JOB}")
 
     def start_node(self, name: str) -> None:
-        """Start one node as a user would, as an agent in the foreground."""
         launch = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
         group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
         logs = f"--log-dir={self.folder / 'logs'}"
@@ -150,7 +149,6 @@ class Demo:
     def await_training(
         self, world_size: int, restarts: int, since_s: float, what: str, cost: str = ""
     ) -> None:
-        """Wait until RANK 0 trains in a group of `world_size`, then check the server's status."""
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
         start = self.await_line(self.nodes["n1"], pattern, awaited)[1]
@@ -168,13 +166,11 @@ class Demo:
         self.say(f"  rdzvctl: {status['state']}, {why}; {spent}")
 
     def await_epochs(self, count: int) -> None:
-        """Wait for `count` more epochs and print the last one."""
         for _ in range(count):
             epoch = self.await_line(self.nodes["n1"], _EPOCH, "the next epoch")
         self.say(f"  epoch {epoch[1]}, loss {epoch[2]}")
 
     def await_end(self) -> None:
-        """End the training, wait until every node has succeeded, and check what was learned."""
         self.enough.touch()
         for name, node in self.nodes.items():
             self.await_until(node.ended, f"{name} to end with this epoch")
@@ -192,7 +188,6 @@ class Demo:
             raise DemoError(f"expected success with 1 restart, but rdzvctl says {status}")
 
     def status(self) -> dict[str, Any]:
-        """Return the job's status from rdzvctl, as an operator would see it."""
         answer: dict[str, Any] = json.loads(self.rdzvctl("status", JOB, "-o", "json"))
         return answer
 
@@ -208,7 +203,6 @@ class Demo:
     def await_line(
         self, program: DemoProgram, pattern: re.Pattern[str], what: str
     ) -> re.Match[str]:
-        """Return the next match in a program's output; `what` describes it."""
         while True:
             ended = program.ended()
             if (found := program.next(pattern)) is not None:
@@ -220,7 +214,6 @@ class Demo:
             time.sleep(LOOKS_S)
 
     def await_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait until `condition` holds; `what` describes it in messages."""
         while not condition():
             self.note_wait(what)
             time.sleep(LOOKS_S)
@@ -237,12 +230,10 @@ class Demo:
             self.speaks_s = now_s + REMINDS_S
 
     def say(self, text: str) -> None:
-        """Print a message with the time since the start."""
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
         self.speaks_s = time.monotonic() + SILENT_S
 
     def stay(self) -> None:
-        """Keep the server running until Ctrl-C or SIGTERM, so that the user can look around."""
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: over.set())

@@ -25,7 +25,6 @@ SAMPLES = 32
 
 
 def main() -> None:
-    """Train until the last epoch, starting from the snapshot if there is one."""
     parser = argparse.ArgumentParser(description="Train a small model on CPUs.")
     parser.add_argument("--snapshot", required=True, help="resume from this file, and save to it")
     parser.add_argument("--epochs", type=int, default=10)
@@ -39,7 +38,6 @@ def main() -> None:
 
 
 def train(snapshot: str, epochs: int, until: str, step_s: float) -> None:
-    """Train as one rank of the group, and save a snapshot after each epoch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     teacher = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -83,7 +81,6 @@ def train(snapshot: str, epochs: int, until: str, step_s: float) -> None:
 
 
 def load(file: str) -> Any:
-    """Return the last snapshot, or None if there is none yet."""
     return torch.load(file, weights_only=True) if os.path.exists(file) else None  # noqa: PTH110
 
 
@@ -101,7 +98,6 @@ def report(step: int) -> None:
 
 
 def say(rank: int, line: str) -> None:
-    """Print a line on rank 0 only."""
     if rank == 0:
         print(line, flush=True)
 

@@ -135,7 +135,6 @@ def parse_conf(flag: str, text: str) -> dict[str, Any]:
 
 
 def read_keys(keys: Keys, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of `keys`, and the text of any other key that is given."""
     found: dict[str, Any] = dict(given)
     for key, (kind, default, _) in keys.items():
         text = given.get(key, default)
@@ -144,7 +143,6 @@ def read_keys(keys: Keys, given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def unknown_keys(conf: Iterable[str]) -> list[str]:
-    """Return a warning for each key that is unknown to both rdzvrun and torchrun's backends."""
     return [unknown_key(key, CONF) for key in conf if key not in CONF.keys() | TORCH_CONF_KEYS]
 
 

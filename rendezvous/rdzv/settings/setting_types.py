@@ -101,7 +101,6 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> str:
-        """A description of the allowed values, or empty if there is no restriction."""
         if self.choices:
             return ", ".join(map(quoted, self.choices))
         if self.least is not None and self.most is not None:
@@ -123,12 +122,10 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     @property
     def has_default(self) -> bool:
-        """Whether there is a default worth showing."""
         return self.default is not None and self.default not in ((), {})
 
     @property
     def valid(self) -> str:
-        """A description of the valid values, for error messages."""
         if self.choices:
             return f"one of {self.bounds}"
         words = f"{self.unit or 'a text'} in quotes"
@@ -153,7 +150,6 @@ class Setting(Struct, frozen=True, kw_only=True):
         force_setattr(attrgetter(table)(settings) if table else settings, name, value)
 
     def spelled(self, value: Any) -> str:
-        """Format a value as TOML, or None as `not set`."""
         match value:
             case None:
                 return "not set"
@@ -225,7 +221,6 @@ def _has_units(annotation: Any) -> bool:
 
 
 def is_table(kind: Any) -> bool:
-    """Return whether a field with this annotation is a table."""
     return isinstance(kind, type) and issubclass(kind, Struct) and not hasattr(kind, "parse")
 
 
@@ -259,13 +254,11 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Meta]]:
 
 @cache
 def sections_of(table: type[Struct]) -> frozenset[str]:
-    """Return the names of all tables within a table."""
     parts = [key.split(".") for key in settings_of(table)]
     return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
 
 
 def _with_unit(number: float, units: Mapping[str, float]) -> str:
-    """Format a quantity in the largest unit that yields a whole number."""
     for unit, worth in units.items():
         count = number / worth
         if number and math.isclose(count, round(count), abs_tol=1e-9) and round(count):

@@ -240,7 +240,6 @@ def _why_broken(rule: Rule, settings: Table) -> str:
 
 
 def _shown(raw: object) -> str:
-    """Format any TOML value for a message, truncated to `SHOWN_CHARS`."""
     if isinstance(raw, Mapping):
         return "(a table)"
     if isinstance(raw, bool):
@@ -258,7 +257,6 @@ class _RefusedError(ValueError):
 
 
 def _converted(setting: Setting, raw: object, *, in_file: bool) -> Any:
-    """Convert a raw value to the setting's type, or raise `_RefusedError` if it is not valid."""
     if setting.kind is Path:
         return _path(setting, raw, in_file=in_file)
     has_parse = hasattr(setting.kind, "parse")

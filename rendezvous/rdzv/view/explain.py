@@ -61,7 +61,6 @@ _NO_OFFER = Offer(address="", local_world_size=0)
 
 
 def _headline(state: State, now_ms: int) -> Reason:
-    """Return in one line why the job is in its state and what it is waiting for."""
     membership = state.membership
     match job_state(state):
         case JobState.RUNNING:
@@ -120,7 +119,6 @@ def _joining(state: State, now_ms: int) -> Reason:
 
 
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
-    """Describe what a round with enough nodes is still waiting for, and what ends the wait."""
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
         return f"; {_backs_off(state.membership, due_ms)}", "goes on in"
@@ -140,14 +138,12 @@ def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
-    """Describe a crash loop's backoff and the restart that it delays."""
     number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
     waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
 
 
 def _job_items(state: State, wait: QueuedWait | None, now_ms: int) -> Iterator[ReasonItem]:
-    """Yield what lies behind the headline, apart from single nodes."""
     membership, round_ = state.membership, state.membership.round
     if membership.ended is not None:
         return
@@ -180,7 +176,6 @@ def _is_told(state: State, end: RoundEnd) -> bool:
 
 
 def _node_items(state: State, drains: Mapping[str, Drain], now_ms: int) -> Iterator[ReasonItem]:
-    """Yield what there is to say about single nodes, those with workers first."""
     for node_id in state.stuck:
         yield _stuck_item(state, node_id)
     # Iterate over the away nodes, which are few, because there may be thousands of seats.
@@ -453,7 +448,6 @@ def _participant_state(state: State, node_id: str) -> tuple[NodeState, int]:
 
 
 def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, int]:
-    """Return the state that a participant of the last round had when the run closed."""
     if ended.result is Result.SUCCEEDED:
         return NodeState.SUCCEEDED, ended.at_ms
     for departure in reversed(state.membership.departures):

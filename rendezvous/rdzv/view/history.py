@@ -194,7 +194,6 @@ _encoder = msgspec.json.Encoder()
 
 
 def kept(event: events.Event) -> Kept:
-    """Return the part of an event that history keeps."""
     match event:
         case events.WorkerFailed(failure=failure):
             return convert(WorkerFailed, failure, round=event.round, age_ms=event.age_ms)
@@ -238,7 +237,6 @@ def _completed(round_: Round, event: events.RoundCompleted) -> RoundCompleted:
 
 
 def written(event: events.Event) -> str:
-    """Return the fields of an event as stored."""
     return _encoder.encode(kept(event)).decode()
 
 
@@ -268,7 +266,6 @@ def _fits(value: object) -> bool:
 
 
 def read(name: str, fields: Fields | None) -> Kept | None:
-    """Return an event of the given name, or None if its name or fields are unknown here."""
     if fields is None or (kind := KINDS.get(name)) is None:
         return None
     try:

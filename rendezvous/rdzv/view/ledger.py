@@ -160,7 +160,6 @@ def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, i
 
 
 def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    """Sum up the time without training by cause and node, with the largest node time first."""
     found: dict[tuple[str, str], list[int]] = {}
     before: Interval | None = None
     for one in intervals:
@@ -446,7 +445,6 @@ class Book:
         self._held.append((now_ms, len(self._present) + self._unnamed))
 
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
-        """Record events that show how far a round has progressed and when it broke."""
         match event:
             case events.WorkersStarted():
                 self._of(event.round).way = _way_of_start(event)

@@ -83,12 +83,10 @@ class Run:
 
     @property
     def round(self) -> Round | None:
-        """The last complete round."""
         return self.rounds[-1] if self.rounds else None
 
 
 def runs_of(past: Iterable[Event]) -> list[Run]:
-    """Return the runs of a job, oldest first."""
     runs: dict[str, Run] = {}
     for event in past:
         name = event.run or ""
@@ -110,7 +108,6 @@ def name_present(run: Run, status: JobStatus) -> None:
 
 
 def _note(run: Run, event: Event) -> None:
-    """Add the next event to a run."""
     now_ms, known = event.unix_ms, history.read(event.name, event.fields)
     if node := node_of(event):
         run.nodes.setdefault(node)
@@ -138,7 +135,6 @@ def _note(run: Run, event: Event) -> None:
 
 
 def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
-    """Update a node's part in a round from an event."""
     match known:
         case events.NodeSucceeded() | events.NodeStuck() | events.NodeAdopted():
             _take_part(run, _round(run, known.round), known.node_id)
@@ -179,7 +175,6 @@ def _round(run: Run, number: int) -> Round:
 
 
 def _take_part(run: Run, round_: Round, node: str) -> None:
-    """Add a participant that the round's own event did not name."""
     run.nodes.setdefault(node)
     if node not in round_.nodes:
         round_.nodes = (*round_.nodes, node)
@@ -187,7 +182,6 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
 
 
 def _go(run: Run, node: str, now_ms: int) -> None:
-    """Record that a node is gone, along with its workers in the last round."""
     last = run.round
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)
@@ -207,6 +201,5 @@ def _settle(round_: Round, known: history.RoundSettled, now_ms: int) -> None:
 
 
 def following(run: Run, round_: Round) -> Round | None:
-    """Return the round after the given one, or None if that is the last."""
     index = run.rounds.index(round_) + 1
     return run.rounds[index] if index < len(run.rounds) else None

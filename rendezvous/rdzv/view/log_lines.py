@@ -18,7 +18,6 @@ _Source = tuple[str, int, int, bool]
 
 
 def note_of(piece: LogLines) -> str:
-    """Describe what is missing and, if known, from which node."""
     return f"{piece.node_id}: {piece.note}" if piece.node_id else str(piece.note)
 
 
@@ -35,7 +34,6 @@ class Printer:
         self._rounds: dict[str, int] = {}
 
     def take(self, piece: LogLines) -> None:
-        """Print a chunk, except for an unfinished line at its end."""
         if self._as_it_comes:
             self._out.write(piece.data)
         else:

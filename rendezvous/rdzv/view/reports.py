@@ -84,7 +84,6 @@ def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
 
 
 def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
-    """Return whether a job ended more than `since_ms` ago."""
     return state in ENDED and state_age_ms > since_ms
 
 

@@ -5,8 +5,8 @@ The caller prepends the job's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rdzv.core import events
 from rdzv.core.evidence.stragglers import Straggler
@@ -29,7 +29,8 @@ def sentence(event: Kept) -> str:
     >>> sentence(events.NodeLost("n7", "lease ran out: nothing heard for 5.0 s"))
     'n7 was lost: lease ran out: nothing heard for 5.0 s'
     """
-    return one_line(_of_round(event) or _of_node(event))
+    said = _SENTENCES[type(event)]
+    return one_line(said.format(event) if isinstance(said, str) else said(event))
 
 
 def sentence_of(name: str, fields: Fields) -> str:
@@ -48,7 +49,6 @@ def failure(event: history.WorkerFailed) -> str:
 
 
 def slowness(one: events.RankStraggles | Straggler) -> str:
-    """Describe how slow a straggler is."""
     if one.late_ms is None:
         return f"{one.step_s or 0:.3g} s a step, where the median is {one.median_s or 0:.3g} s"
     error = f", as clocks go ± {one.clock_error_ms:.2g} ms" if one.clock_error_ms else ""
@@ -57,104 +57,6 @@ def slowness(one: events.RankStraggles | Straggler) -> str:
         f"{one.late_p95_ms or 0:.3g} ms{error}), which wait for it at least "
         f"{one.wait_share or 0:.0%} of the time"
     )
-
-
-def _of_round(event: Kept) -> str:
-    """Describe an event that concerns a run, a round or a worker. Returns "" for other events."""
-    match event:
-        case events.RunBegan():
-            return f"run {event.run_number} ({event.run}) began: {event.reason}"
-        case events.LastCallBegan():
-            nodes = counted(event.nodes, "node")
-            return f"last call: {nodes} at hand, more may come for {_seconds(event.for_ms)}"
-        case history.RoundCompleted():
-            return _round(event)
-        case history.RoundAdopted():
-            nodes = counted(event.nodes, "node")
-            return f"round {event.round} of {nodes} goes on: its nodes told of it"
-        case history.RoundEnded():
-            return f"round {event.round} ended ({event.cause}): {event.reason}"
-        case history.RoundSettled():
-            charge = f"{event.cause}: {event.reason}"
-            return f"round {event.round} is charged to {charge}{_budget(event)}"
-        case history.WorkerFailed():
-            return f"worker failed in round {event.round}: {failure(event)}"
-        case events.JobScaled():
-            return f"scaled to {event.min_nodes}:{event.max_nodes} nodes: {event.reason}"
-        case history.NodesPlaced():
-            return f"placed on {_listed(event.node_ids, event.nodes)}"
-        case history.NodesWithdrawn():
-            return f"withdrawn from {_listed(event.node_ids, event.nodes)}: {event.reason}"
-        case events.JobQueued():
-            return f"queued again: {event.reason}"
-        case events.StacksTaken():
-            return f"stacks of round {event.round}: {event.summary}"
-        case events.HangOver():
-            return f"no worker hangs any more in round {event.round}, which goes on"
-        case events.RankStraggles():
-            return f"RANK {event.rank} on {event.node_id} straggles: {slowness(event)}"
-        case events.RankCaughtUp():
-            return f"RANK {event.rank} on {event.node_id} no longer straggles"
-        case events.WorkersStarted():
-            return f"workers of round {event.round}: {started(event)}"
-        case events.SnapshotsNotLoaded():
-            node, number = event.node_id, event.round
-            return f"{node} has not loaded snapshots in round {number}: {event.reason}"
-        case events.FirstCollectiveMade():
-            return f"first collective of round {event.round}, on {event.node_id}"
-        case events.FirstStepMade():
-            worker = f"RANK {event.rank} on {event.node_id}"
-            return f"first step of round {event.round}: step {event.step} by {worker}"
-        case events.LostStepsRedone():
-            return f"round {event.round} is back at step {event.step}: no step is redone any more"
-        case events.LastStepMade():
-            ago = _seconds(event.age_ms)
-            return f"last step of round {event.round}: step {event.step}, {ago} before its end"
-        case history.RunEnded():
-            return f"run {event.run} {event.result}: {event.reason}"
-        case _:
-            return ""
-
-
-def _of_node(event: Kept) -> str:
-    match event:
-        case events.NodeJoined():
-            workers = counted(event.local_world_size, "worker")
-            return f"{event.node_id} joined from {event.address} with {workers}"
-        case events.NodeStopped():
-            parked = f"; {event.parked} parked" if event.parked else ""
-            return f"{event.node_id} stopped its workers of round {event.round}{parked}"
-        case events.NodeSucceeded():
-            return f"{event.node_id} succeeded in round {event.round}"
-        case events.NodeLeaving():
-            return f"{event.node_id} leaves: {event.reason}"
-        case events.NodeLeft():
-            return f"{event.node_id} left: {event.reason}"
-        case events.NodeWentAway():
-            return f"{event.node_id} is away, its place is kept for {_seconds(event.for_ms)}"
-        case events.NodeCameBack():
-            return f"{event.node_id} is back after {_seconds(event.after_ms)}"
-        case events.NodeLost():
-            unheard = "; its workers may still run until it reports" if event.may_run else ""
-            return f"{event.node_id} was lost: {event.reason}{unheard}"
-        case events.NodeStuck():
-            return f"{event.node_id} is stuck in round {event.round}: {event.reason}"
-        case events.NodeAdopted():
-            return f"{event.node_id} has GROUP_RANK {event.group_rank} in round {event.round}"
-        case events.NodeDeclined():
-            return f"{event.node_id} cannot run it: {event.reason}"
-        case events.NodeQuarantined():
-            return f"{event.node_id} is quarantined for {duration(event.for_ms)}: {event.reason}"
-        case events.NodeNotQuarantined():
-            return f"{event.node_id} was {event.fault}, and is not quarantined: {event.reason}"
-        case events.NodeDrained():
-            return f"{event.node_id} leaves within {duration(event.within_ms)}: {event.reason}"
-        case events.NodeUndrained():
-            return f"{event.node_id} may stay: its drain is lifted"
-        case events.WorkersHang():
-            return f"{event.node_id}: workers hang in round {event.round}: {event.reason}"
-        case _:
-            raise AssertionError(f"{type(event).__name__} has no sentence")
 
 
 def _budget(event: history.RoundSettled) -> str:
@@ -252,3 +154,70 @@ def one_line(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+_SENTENCES: Mapping[type, str | Callable[[Any], str]] = {
+    events.RunBegan: "run {0.run_number} ({0.run}) began: {0.reason}",
+    events.LastCallBegan: lambda e: (
+        f"last call: {counted(e.nodes, 'node')} at hand, more may come for {_seconds(e.for_ms)}"
+    ),
+    history.RoundCompleted: _round,
+    history.RoundAdopted: lambda e: (
+        f"round {e.round} of {counted(e.nodes, 'node')} goes on: its nodes told of it"
+    ),
+    history.RoundEnded: "round {0.round} ended ({0.cause}): {0.reason}",
+    history.RoundSettled: lambda e: (
+        f"round {e.round} is charged to {e.cause}: {e.reason}{_budget(e)}"
+    ),
+    history.WorkerFailed: lambda e: f"worker failed in round {e.round}: {failure(e)}",
+    events.JobScaled: "scaled to {0.min_nodes}:{0.max_nodes} nodes: {0.reason}",
+    history.NodesPlaced: lambda e: f"placed on {_listed(e.node_ids, e.nodes)}",
+    history.NodesWithdrawn: lambda e: f"withdrawn from {_listed(e.node_ids, e.nodes)}: {e.reason}",
+    events.JobQueued: "queued again: {0.reason}",
+    events.StacksTaken: "stacks of round {0.round}: {0.summary}",
+    events.WorkersHang: "{0.node_id}: workers hang in round {0.round}: {0.reason}",
+    events.HangOver: "no worker hangs any more in round {0.round}, which goes on",
+    events.RankStraggles: lambda e: f"RANK {e.rank} on {e.node_id} straggles: {slowness(e)}",
+    events.RankCaughtUp: "RANK {0.rank} on {0.node_id} no longer straggles",
+    events.WorkersStarted: lambda e: f"workers of round {e.round}: {started(e)}",
+    events.SnapshotsNotLoaded: (
+        "{0.node_id} has not loaded snapshots in round {0.round}: {0.reason}"
+    ),
+    events.FirstCollectiveMade: "first collective of round {0.round}, on {0.node_id}",
+    events.FirstStepMade: (
+        "first step of round {0.round}: step {0.step} by RANK {0.rank} on {0.node_id}"
+    ),
+    events.LostStepsRedone: "round {0.round} is back at step {0.step}: no step is redone any more",
+    events.LastStepMade: lambda e: (
+        f"last step of round {e.round}: step {e.step}, {_seconds(e.age_ms)} before its end"
+    ),
+    history.RunEnded: "run {0.run} {0.result}: {0.reason}",
+    events.NodeJoined: lambda e: (
+        f"{e.node_id} joined from {e.address} with {counted(e.local_world_size, 'worker')}"
+    ),
+    events.NodeStopped: lambda e: (
+        f"{e.node_id} stopped its workers of round {e.round}"
+        + (f"; {e.parked} parked" if e.parked else "")
+    ),
+    events.NodeSucceeded: "{0.node_id} succeeded in round {0.round}",
+    events.NodeLeaving: "{0.node_id} leaves: {0.reason}",
+    events.NodeLeft: "{0.node_id} left: {0.reason}",
+    events.NodeWentAway: lambda e: (
+        f"{e.node_id} is away, its place is kept for {_seconds(e.for_ms)}"
+    ),
+    events.NodeCameBack: lambda e: f"{e.node_id} is back after {_seconds(e.after_ms)}",
+    events.NodeLost: lambda e: (
+        f"{e.node_id} was lost: {e.reason}"
+        + ("; its workers may still run until it reports" if e.may_run else "")
+    ),
+    events.NodeStuck: "{0.node_id} is stuck in round {0.round}: {0.reason}",
+    events.NodeAdopted: "{0.node_id} has GROUP_RANK {0.group_rank} in round {0.round}",
+    events.NodeDeclined: "{0.node_id} cannot run it: {0.reason}",
+    events.NodeQuarantined: lambda e: (
+        f"{e.node_id} is quarantined for {duration(e.for_ms)}: {e.reason}"
+    ),
+    events.NodeNotQuarantined: ("{0.node_id} was {0.fault}, and is not quarantined: {0.reason}"),
+    events.NodeDrained: lambda e: f"{e.node_id} leaves within {duration(e.within_ms)}: {e.reason}",
+    events.NodeUndrained: "{0.node_id} may stay: its drain is lifted",
+}
+"""The sentence about each kind of event, or a template for it."""

@@ -94,7 +94,6 @@ def trace_command(job: str, path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, and replace it if it exists."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -337,12 +337,10 @@ class _Submit(click.Command):
     """A command whose arguments click does not parse, because it takes rdzvrun's flags."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Pass all arguments on to the command, unparsed."""
         ctx.params = {"words": tuple(args)}
         return args
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete flag names, and treat all other arguments as file names."""
         from click.shell_completion import CompletionItem
 
         from rdzv.ctl.job_request import option_names

@@ -48,7 +48,6 @@ def nodes_command(node: str | None, output: str) -> str:
 
 
 def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
-    """Report how a node has changed."""
     return cli.answer(output, node, lambda _: sentence(node))
 
 
