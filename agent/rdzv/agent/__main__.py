@@ -133,12 +133,7 @@ def _set_up(settings: AgentSettings) -> None:
 
 
 async def run_agent(path: Path, loaded: Loaded[AgentSettings], launches: Sequence[Launch]) -> int:
-    """Run this node's agent until it is told to end; return the exit code.
-
-    Raises:
-        InvalidRequestError: the configuration does not fit this machine.
-        NodeSupersededError: another agent has this node's id.
-    """
+    """Run this node's agent until it is told to end; return the exit code."""
     if launches:
         return await _take_part(loaded.settings, launches)
     from rdzv.agent.app.daemon import serve

@@ -93,20 +93,17 @@ class NodeCounts:
         """Whether a stream was lost and none has been opened since."""
 
     def job(self, local_world_size: int) -> JobCounts:
-        """Begin to count a job with `local_world_size` workers on this node."""
         job = JobCounts(self, local_world_size, self._now_s)
         self.jobs[job] = None
         return job
 
     def stream_opened(self) -> None:
-        """Record that a server has welcomed this node."""
         self.counts.add("rdzv_agent_streams_opened_total")
         if self._lost:
             self._lost = False
             self.counts.add("rdzv_agent_reconnects_total")
 
     def stream_ended(self, *, welcomed: bool, on_purpose: bool) -> None:
-        """Record that the stream has ended, or could not be opened."""
         if on_purpose:
             return
         if welcomed:
@@ -144,15 +141,9 @@ class JobCounts:
         return {"starting": self._starting, "running": running}
 
     def adopted(self, local_ranks: Collection[int], restarts: int | None) -> None:
-        """Record that the job has adopted the previous agent's runner and workers.
-
-        `restarts` is the number used up when the workers were started, or None if none were
-        started.
-        """
         self.has_runner, self._running, self._restarts = True, set(local_ranks), restarts
 
     def closed(self) -> None:
-        """Record that nothing of the job remains."""
         self._node.jobs.pop(self, None)
 
     def decided(self, command: commands.Command) -> None:
@@ -218,10 +209,9 @@ class JobCounts:
 
 
 def how_it_exited(exit_code: int | None, signum: int | None) -> str:
-    """Describe how a worker exited, as one of a few hundred label values.
+    """As one of a few hundred label values.
 
     >>> [how_it_exited(0, None), how_it_exited(None, 9), how_it_exited(None, 77)]
-    ['exit 0', 'SIGKILL', 'signal 77']
     """
     if signum is None:
         return f"exit {(exit_code or 0) & 0xFF}"

@@ -16,7 +16,6 @@ from rdzv.agent import run
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run rdzvrun with the command line of torch.distributed.launch."""
     run.main(argv, legacy=True)
 
 

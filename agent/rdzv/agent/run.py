@@ -90,7 +90,6 @@ def _run(argv: Sequence[str] | None, *, legacy: bool) -> NoReturn:
 
 
 def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
-    """Take part in the job until it has ended on this node."""
     # The errors that we report are clearer than gRPC's own log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     credentials = meeting.credentials(os.environ)
@@ -121,7 +120,6 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
 
 @contextlib.contextmanager
 def _without_garbage() -> Iterator[None]:
-    """Freeze the objects imported in the `with` block, so the garbage collector skips them."""
     gc.disable()
     try:
         yield

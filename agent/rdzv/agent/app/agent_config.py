@@ -27,9 +27,6 @@ def check_directories(settings: AgentSettings, *, for_another: bool = False) -> 
     """Check whether the agent's directories can be created and used, without creating them.
 
     With `for_another`, the agent may run under another account, whom they may belong to.
-
-    Raises:
-        InvalidRequestError: one cannot be created or written to, or is not safe.
     """
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
         if settings.user:
@@ -89,7 +86,6 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
 
 
 def _check_passable(path: Path) -> None:
-    """Refuse a folder through which job accounts cannot reach their own folders below it."""
     for place in (path, *path.parents):
         if os.path.lexists(place) and not place.stat().st_mode & stat.S_IXOTH:
             raise InvalidRequestError(
@@ -105,9 +101,6 @@ def read_config(
     """Read and check a configuration; return it, and the jobs that are listed in it.
 
     With `for_another`, the agent will run under another account, so the current one is not checked.
-
-    Raises:
-        InvalidRequestError: it cannot be read, or has errors; the message lists them all.
     """
     loaded = load(AgentSettings, path)
     try:

@@ -252,7 +252,6 @@ def _check_account(settings: "AgentSettings") -> str:
 
 
 def why_not_here(settings: "AgentSettings") -> str:
-    """Return why an rdzv-agent cannot start under this account, or an empty string if it can."""
     account, own = settings.account, own_account()
     if account is not None and account != own:
         return (
@@ -427,21 +426,15 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         return parse_endpoints(self.server)
 
     def credentials(self) -> Credentials:
-        """Return the TLS files and the token for the connection to the server.
-
-        Raises:
-            InvalidRequestError: they cannot be used.
-        """
         tls = self.tls
         files = {"ca": tls.ca, "cert": tls.cert, "key": tls.key, "token_file": self.token_file}
         return Credentials.parse(files, os.environ)
 
     def accounts(self) -> Accounts:
-        """Return the accounts under which submitted jobs run."""
         return Accounts(self.user)
 
     def checks(self, resources: NodeResources, own: Mapping[str, str]) -> list[NodeCheck]:
-        """Return the checks that this node must pass. Commands run with the environment `own`."""
+        """Commands run with the environment `own`."""
         return [self._check(check, resources, own) for check in self.health]
 
     def _check(
@@ -466,7 +459,6 @@ class AgentSettings(Table, frozen=True, kw_only=True):
                 return Xids(name or "xid", timeout_s, codes, check.log or KMSG, lifted)
 
     def job_environ(self, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for all submitted jobs, based on `own` and the settings."""
         environ = {**_account_environ(), **passed_on(own, self.pass_env), **self.env}
         if self.python is not None:
             environ.setdefault("PYTHON_EXEC", str(self.python))

@@ -24,12 +24,7 @@ from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, R
 from rdzv.agent.inventory.health import NodeHealth
 from rdzv.agent.inventory.preemption import reporting_preemptions
 from rdzv.agent.inventory.resources import NONE, describe, find_resources
-from rdzv.agent.node.node import (
-    LINK_CLOSE_TIMEOUT_S,
-    LOG_FINISH_TIMEOUT_S,
-    daemon_identity,
-    metered,
-)
+from rdzv.agent.node import node
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.output.run_folders import RunFolders
@@ -87,7 +82,7 @@ async def serve(
         daemon = Daemon(path, loaded, set_log_level, resources, adoption)
         log.info("node %s is ready to run submitted jobs: %s", settings.node_id, daemon.describe())
         async with (
-            metered(settings.metrics_listen, daemon.link, daemon.placements),
+            node.metered(settings.metrics_listen, daemon.link, daemon.placements),
             reporting_preemptions(settings.preemption, daemon.link.drain_node),
         ):
             await daemon.placements.adopt(adopted)
@@ -127,7 +122,6 @@ class Daemon:
         resources: NodeResources,
         adoption: RunnerAdoption,
     ) -> None:
-        """Create the daemon's parts."""
         self._path = path
         self._loaded = loaded
         self._set_log_level = set_log_level
@@ -150,7 +144,7 @@ class Daemon:
         )
         runner_link.become_subreaper()
         self._folders = RunFolders(settings.state_dir)
-        identity = daemon_identity(settings.node_id, adoption.instance)
+        identity = node.daemon_identity(settings.node_id, adoption.instance)
         self.link = ServerLink(settings.endpoints, identity, credentials=settings.credentials())
         self.link.on_welcome = adoption.note_welcome
         uuids = frozenset(gpu.uuid for gpu in resources.gpus)
@@ -174,15 +168,10 @@ class Daemon:
         return self._loaded.settings
 
     def describe(self) -> str:
-        """Return a description of this node's resources."""
         return describe(self.placements.resources)
 
     async def run(self, *, has_workers: bool) -> None:
-        """Serve until a signal ends the agent; it may have adopted workers already.
-
-        Raises:
-            NodeSupersededError: another agent has taken over this node's name.
-        """
+        """Serve until a signal ends the agent; it may have adopted workers already."""
         with self._signals():
             if not has_workers:
                 # The first Hello should contain the result. With workers to adopt there is no time
@@ -199,13 +188,13 @@ class Daemon:
                     await self.placements.hand_over(self._settings.restart_within_ms)
                 else:
                     await self.placements.all_gone()
-                    await self.link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
+                    await self.link.log_reader.finish(node.LOG_FINISH_TIMEOUT_S)
                 sweep.cancel()
                 superseded.cancel()
                 health.cancel()
                 self._health.close()
                 self.link.close()
-                _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)
+                _, late = await asyncio.wait([talk], timeout=node.LINK_CLOSE_TIMEOUT_S)
                 for task in late:
                     task.cancel()
         self.link.log_reader.close()
@@ -265,7 +254,6 @@ class Daemon:
         self._ending.set()
 
     async def _notice_superseded(self) -> None:
-        """Wait until another agent has taken over this node, and then end."""
         await self.link.is_superseded.wait()
         log.error("ending this agent: %s", self.link.superseded)
         self.placements.leave(signal.SIGTERM, "notice of supersession")
@@ -296,7 +284,6 @@ class Daemon:
             self._reloading = asyncio.create_task(self._reload_all(), name="reload")
 
     async def _reload_all(self) -> None:
-        """Reload the configuration, and do so again if a reload was requested in the meantime."""
         while self._reload_again:
             self._reload_again = False
             try:
@@ -333,7 +320,6 @@ class Daemon:
     # ------------------------------------------------------------------ logs
 
     async def _sweep_logs(self) -> None:
-        """Periodically remove run folders that are too old or use too much disk space."""
         while True:
             logs = self._settings.logs
             try:
@@ -354,12 +340,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(settings: AgentSettings) -> Iterator[None]:
-    """Create the agent's directories and lock them against other agents.
-
-    Raises:
-        InvalidRequestError: another agent is using them, they cannot be created, or another account
-            owns them.
-    """
+    """Create the agent's directories and lock them against other agents."""
     # Job accounts can traverse it to reach their own folders, but cannot list it.
     mode = 0o711 if settings.user else 0o700
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
@@ -385,11 +366,7 @@ def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> No
 
 @contextlib.contextmanager
 def locked(key: str, path: Path) -> Iterator[None]:
-    """Hold a directory's lock, without following links that another account put there.
-
-    Raises:
-        InvalidRequestError: another process holds the lock, or it cannot be written.
-    """
+    """Hold a directory's lock, without following links that another account put there."""
     lock = path / "lock"
     try:
         fd = open_untrusted(lock, os.O_RDWR | os.O_CREAT, 0o644)

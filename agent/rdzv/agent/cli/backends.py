@@ -43,9 +43,7 @@ class Meeting:
     """The servers to connect to. If empty, this node hosts a server only for itself."""
     rdzv_id: str
     host_at: Endpoint | None = None
-    """The address at which this node serves the job, or only its own workers if there are no
-    `endpoints`.
-    """
+    """Where this node serves the job, or only its own workers without `endpoints`."""
     elect_by: EtcdConfig | None = None
     """The etcd cluster in which the nodes elect their server."""
     node_id: str = ""
@@ -55,16 +53,10 @@ class Meeting:
     why: str = ""
     """The reason for this choice, for the log."""
     files: Mapping[str, Path | None] | None = None
-    """The files of `Credentials` that were given for a standing rdzvd. None if the server is one of
-    the nodes, which serve without TLS.
-    """
+    """Files of `Credentials` for a standing rdzvd; None if one of the nodes serves."""
 
     def credentials(self, environ: Mapping[str, str]) -> Credentials:
-        """Return the credentials. The environment supplies files that are not on the command line.
-
-        Raises:
-            InvalidRequestError: they cannot be used.
-        """
+        """The environment supplies files that are not on the command line."""
         from rdzv.transport.channels import BY_NODE, Credentials
 
         return BY_NODE if self.files is None else Credentials.parse(self.files, environ)
@@ -83,7 +75,6 @@ def _is_for_rdzvd(options: Namespace) -> bool:
 
 
 def _files(options: Namespace) -> dict[str, Path | None]:
-    """Return the files of `Credentials` that were given."""
     return {
         "ca": options.tls_ca,
         "cert": options.tls_cert,
@@ -144,7 +135,6 @@ def _means_static(options: Namespace) -> bool:
 
 
 def _alone(options: Namespace) -> bool:
-    """Return whether the job needs no rendezvous because it has only one node."""
     if options.rdzv_endpoint or options.nnodes[1] > 1:
         return False
     if options.rdzv_backend in ("", "static"):
@@ -202,7 +192,6 @@ def _c10d(options: Namespace) -> Meeting:
 
 
 def _hosts(options: Namespace, host: str) -> bool:
-    """Return whether this node serves at an endpoint with this host."""
     said: bool | None = options.rdzv_conf["is_host"]
     return owns(host) if said is None else said
 
@@ -308,7 +297,6 @@ def _static(options: Namespace) -> Meeting:
 
 
 def owns(host: str) -> bool:
-    """Return whether a host name or address belongs to this machine, i.e. can be bound."""
     if host == socket.gethostname():
         return True  # As under torchrun, also while nothing can be looked up.
     try:
@@ -319,7 +307,6 @@ def owns(host: str) -> bool:
 
 
 def _can_serve(endpoint: Endpoint) -> bool:
-    """Return whether a server could listen at an endpoint, on a free port of this machine."""
     if not owns(endpoint.host):
         return False
     try:

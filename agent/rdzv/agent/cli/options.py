@@ -14,15 +14,7 @@ from pathlib import Path
 from rdzv.agent.cli import backends
 from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.core.model import JobTerms
-from rdzv.agent.launch.launch import (
-    NO_FILES,
-    EventSink,
-    Launch,
-    Output,
-    SnapshotFiles,
-    ask_count_devices,
-    count_cpus,
-)
+from rdzv.agent.launch import launch
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.output.console_tee import parse_filters, parse_ranks
 from rdzv.core.model import Settings
@@ -47,7 +39,7 @@ def parse_launch(
     environ: Mapping[str, str] | None = None,
     chdir: Path | None = None,
     counted: int | None = None,
-) -> tuple[Launch, Meeting]:
+) -> tuple[launch.Launch, Meeting]:
     """Parse a command line into a launch and the place to meet the other nodes.
 
     `legacy` accepts the command line of torch.distributed.launch. `environ` and `chdir` are the
@@ -64,7 +56,7 @@ def parse_launch(
     meeting = backends.choose(args)
     if meeting.elect_by is None:
         refuse_link_local(meeting.endpoints, args.local_addr)
-    event_log = EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting))
+    event_log = launch.EventSink(args.event_log_handler, _backend(args.rdzv_backend, meeting))
     python = _python(environ, chdir)
     size = args.nproc_per_node
     if isinstance(size, str):
@@ -77,7 +69,7 @@ def parse_launch(
     cold_restarts = args.warm is not None or args.no_python
     args.warm = args.warm or ()
     args.numa_binding = args.numa_binding and NumaBinding(args.numa_binding)
-    return Launch(
+    return launch.Launch(
         job=job,
         script=args.training_script,
         args=_script_args(args, legacy=legacy),
@@ -85,7 +77,9 @@ def parse_launch(
         environ=_environ(environ, args.snapshot_dir),
         chdir=chdir,
         snapshot_files=args.snapshot_dir
-        and SnapshotFiles(args.snapshot_dir, args.snapshot_dir_every, args.snapshot_dir_keep),
+        and launch.SnapshotFiles(
+            args.snapshot_dir, args.snapshot_dir_every, args.snapshot_dir_keep
+        ),
         master=meeting.master,
         refuse_reuse=not args.rdzv_conf["reuse"],
         warm_restarts=not cold_restarts and _may_restart(job.settings),
@@ -93,7 +87,7 @@ def parse_launch(
         signals=args.signals_to_handle,
         output=_output(args, size, environ),
         event_log=event_log,
-        **flags.same_named(args, Launch),
+        **flags.same_named(args, launch.Launch),
     ), meeting
 
 
@@ -124,15 +118,14 @@ def _script_args(args: argparse.Namespace, *, legacy: bool) -> tuple[str, ...]:
 
 
 def _may_restart(settings: Settings) -> bool:
-    """Return whether the run may have another round after the current one."""
     return settings.max_restarts != 0 or settings.min_nodes < settings.max_nodes
 
 
-def _output(args: argparse.Namespace, size: int, environ: Mapping[str, str]) -> Output:
+def _output(args: argparse.Namespace, size: int, environ: Mapping[str, str]) -> launch.Output:
     def by_rank(streams: int | dict[int, int]) -> dict[int, int]:
         return streams if isinstance(streams, dict) else dict.fromkeys(range(size), streams)
 
-    output = Output(
+    output = launch.Output(
         log_dir=args.log_dir,
         redirects=by_rank(args.redirects),
         tee=by_rank(args.tee),
@@ -144,8 +137,8 @@ def _output(args: argparse.Namespace, size: int, environ: Mapping[str, str]) -> 
         logs_specs=args.logs_specs or "",
     )
     # As under torchrun, without log files all output goes to the console, whatever the options say.
-    if output.log_dir == NO_FILES and not output.logs_specs:
-        return Output(log_dir=NO_FILES)
+    if output.log_dir == launch.NO_FILES and not output.logs_specs:
+        return launch.Output(log_dir=launch.NO_FILES)
     return output
 
 
@@ -180,15 +173,15 @@ def _warn_of_keys(conf: Mapping[str, object]) -> None:
 
 
 def _python(environ: Mapping[str, str], chdir: Path | None) -> str:
-    """Return the job's interpreter. A path is relative to the workers' working directory."""
+    """A path is relative to the workers' working directory."""
     python = environ.get("PYTHON_EXEC", sys.executable)
     return python if chdir is None or os.sep not in python else str(chdir / python)
 
 
 def _count(kind: str, python: str, environ: Mapping[str, str]) -> int:
     if kind == "cpu":
-        return count_cpus()
-    return asyncio.run(ask_count_devices(kind, python, environ))
+        return launch.count_cpus()
+    return asyncio.run(launch.ask_count_devices(kind, python, environ))
 
 
 def _shutdown_timeout_ms(given_ms: int | None, environ: Mapping[str, str]) -> int:

@@ -9,9 +9,7 @@ from rdzv.agent.core.stopping import leave
 from rdzv.structs import replace
 
 _SAME_DEADLINE_MS = 1_000
-"""The difference below which deadlines count as equal, because a deadline's message takes time to
-arrive.
-"""
+"""Deadlines that differ by less count as equal: a message takes time to arrive."""
 
 _DONE_MS = 500
 """How much later than this node's workers other nodes' workers may exit if all have finished."""
@@ -58,7 +56,6 @@ def lift_drain_notice(work: Work) -> None:
 
 
 def follows_notice(work: Work, event: WorkerExited | WorkerSuspected) -> bool:
-    """Return whether a worker exited or failed after being notified that the node is leaving."""
     notice = work.state.notice
     return notice is not None and work.now_ms - event.age_ms >= notice.since_ms
 
@@ -66,8 +63,7 @@ def follows_notice(work: Work, event: WorkerExited | WorkerSuspected) -> bool:
 def leave_with_workers(work: Work, event: WorkerExited) -> None:
     """Leave once all workers have exited, or as soon as one exits with an error.
 
-    If all exited with 0, the whole job may have finished, so the node first waits a moment for the
-    other nodes.
+    If all exited with 0, the job may be done, so the node first waits a moment for other nodes.
     """
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None

@@ -85,9 +85,7 @@ class WorkerResumed:
     round: int
     local_rank: int
     is_unwatched: bool = False
-    """Whether the worker uses NCCL with torch's watchdog off, so nothing in the process ends a
-    hang.
-    """
+    """Whether it uses NCCL with torch's watchdog off, so nothing in it ends a hang."""
     not_loaded: str = ""
     """Why it has not loaded snapshots that it should or could have loaded, in its own words."""
 

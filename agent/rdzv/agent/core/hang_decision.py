@@ -12,33 +12,23 @@ from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.structs import replace, struct
 
 AUTO_LEAST_MS = 60_000
-"""The minimum learned timeout, because a worker may pause for longer than it has so far."""
+"""The least learned timeout: a worker may pause for longer than it has so far."""
 AUTO_INTERVALS = 50
 """The number of a worker's latest intervals between reports that are remembered."""
 AUTO_FACTOR = 20
 """The learned timeout is at least this many times the longest of these intervals."""
 AUTO_LONGEST_FACTOR = 2
-"""The learned timeout is also at least this many times the longest pause ever seen on this node, in
-any round.
-"""
+"""It is also at least this many times the longest pause ever seen on this node."""
 AUTO_LONGEST_MS = 30 * 60_000
-"""The maximum to which the longest pause can raise the timeout, because one long silence must not
-hide all later ones.
-"""
+"""The most that the longest pause counts: one long silence must not hide later ones."""
 
 START_COLLECTIVES = 16
-"""The number of completed collectives below which a worker is still starting: it may be importing,
-wrapping or compiling.
-"""
+"""A worker that completed fewer is starting: it may be importing, wrapping or compiling."""
 START_LEAST_MS = 60_000
-"""The minimum time that a starting worker gets for each collective, whatever the limit, because a
-slow start is not a hang.
-"""
+"""The least time that a starting worker gets for each collective: it is slow, not hung."""
 
 EXIT_LEAST_MS = 60_000
-"""The minimum time that a worker gets to exit once its script is over, whatever the limit, because
-it may be releasing memory or devices.
-"""
+"""The least time to exit once the script is over: it may be releasing memory or devices."""
 
 UNINTERRUPTIBLE, TRACED = "D", "t"
 
@@ -48,22 +38,17 @@ class Observation:
     """An observation of a worker at a given moment."""
 
     report: tuple[int, ...] | None
-    """Identifies the worker's last report, even if the step is unchanged; None if there was none.
-    """
+    """Changes with each of the worker's reports, even of one step; None before the first."""
     state: str
-    """The state of the worker's process, as in /proc."""
     switches: int | None = None
     """The number of context switches so far, which does not change while the process sleeps."""
     completed: int | None = None
     """The number of completed collectives, or None if unknown. Used if there are no reports."""
     counted_every_ms: int = 0
-    """The interval at which collectives are counted. A pause may be that much shorter than it
-    looks.
-    """
+    """How often collectives are counted. A pause may be that much shorter than it looks."""
     known: bool = True
     """Whether new activity would have been visible."""
     exits: bool = False
-    """Whether its script is over."""
 
 
 @struct(frozen=True)
@@ -74,9 +59,7 @@ class WorkerActivity:
     silent_ms: int = 0
     """The time since the worker's last report, or since its start."""
     intervals_ms: tuple[int, ...] = ()
-    """The intervals between the latest reports, oldest first. The first one begins at the worker's
-    start.
-    """
+    """Those between the latest reports, oldest first; the first begins at its start."""
     blocked_ms: int = 0
     """How long the worker has been in the same uninterruptible sleep."""
     switches: int | None = None
@@ -86,7 +69,6 @@ class WorkerActivity:
     """Whether its script is over; then `silent_ms` is the time since that was first seen."""
 
     def after(self, look: Observation, passed_ms: int) -> WorkerActivity:
-        """Return the activity with one more observation, `passed_ms` after the previous one."""
         blocked = look.state == UNINTERRUPTIBLE and look.switches == self.switches is not None
         seen = replace(
             self,
@@ -140,8 +122,8 @@ class WorkerActivity:
 def timeout_ms(timeout: HangTimeout, activity: WorkerActivity, longest_ms: int) -> int:
     """Return how long this worker may go without reporting progress.
 
-    `longest_ms` is the longest pause between two reports ever seen on this node. It includes
-    silences that were mistaken for hangs, so that a false alarm does not soon recur.
+    `longest_ms`, the longest pause ever seen here, includes silences mistaken for hangs, so that a
+    false alarm does not soon recur.
     """
     if timeout.ms is not None:
         return timeout.ms

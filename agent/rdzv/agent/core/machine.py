@@ -62,7 +62,6 @@ class Decision:
 
 
 def begin(job: JobTerms, now_ms: int, run: str = "") -> AgentState:
-    """Return the state of a node that is about to join a job, or only this `run` of the job."""
     return AgentState(
         job, run=run, placed=bool(run), idle_since_ms=now_ms, disconnected_since_ms=now_ms
     )
@@ -184,7 +183,6 @@ def _start(work: Work, assignment: Assignment) -> None:
 
 
 def _end_round(work: Work, event: messages.RoundOver) -> None:
-    """Stop the round's workers, unless they have succeeded."""
     if event.run != work.state.run:
         return
     if work.state.phase is Phase.JOINING:
@@ -297,7 +295,6 @@ def _apply_to_workers(
 
 
 def _is_current(state: AgentState, round_: int) -> bool:
-    """Return whether this node has, or most recently had, workers in this round."""
     return state.assignment is not None and state.assignment.round == round_
 
 
@@ -384,7 +381,7 @@ def _note_unhealthy(work: Work, event: events.Unhealthy) -> None:
 
 
 def _succeed(work: Work) -> None:
-    """Kill processes left behind by successful workers, and wait at the exit barrier."""
+    """Kill what successful workers have left behind, and wait at the exit barrier."""
     state = work.state
     assert state.assignment is not None
     work.state = replace(state, phase=Phase.SUCCEEDED)
@@ -402,7 +399,6 @@ def _fail_store_host(work: Work, reason: str) -> None:
 
 
 def _lose_runner(work: Work, event: events.RunnerLost) -> None:
-    """Leave the job, as the runner and its workers are gone. Other nodes may continue."""
     leaving = Leaving(LeaveCause.TIMEOUT, event.reason, EXIT_TRY_AGAIN)
     work.state = replace(
         work.state,
@@ -453,7 +449,6 @@ def _park_due_ms(state: AgentState) -> int | None:
 
 
 def resume_ms(job: JobTerms) -> int:
-    """Return how long kept workers may take to continue in a new round."""
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 

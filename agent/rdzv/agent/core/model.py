@@ -25,12 +25,9 @@ EXIT_SUCCESS = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TRY_AGAIN = 75
-"""The exit code if a retry may succeed: there was no server, the join timed out, the job was placed
-elsewhere, the node was drained, or its runner was lost.
-"""
+"""No server, a join timeout, placed elsewhere, drained, or the runner was lost."""
 EXIT_DENIED = 77
-"""The exit code if the caller lacks the permission, so a retry is useless: EX_NOPERM of sysexits.
-"""
+"""EX_NOPERM of sysexits: the caller lacks the permission, so a retry is useless."""
 EXIT_NO_PROGRESS = 93
 """The exit code if a retry is useless because the job kept failing without progress."""
 
@@ -46,21 +43,15 @@ class JobTerms:
     shutdown_timeout_ms: int = 30_000
     """The time between the stop signal and SIGKILL for workers that can still save their state."""
     failure_stop_timeout_ms: int = 5_000
-    """The same after a worker failure or the loss of a node, when signal handlers may not run
-    because workers are inside a broken collective.
-    """
+    """The same after a failure: handlers may not run in a broken collective."""
     server_timeout_ms: int = 600_000
     """How long a node without workers waits for an absent server."""
     store_host_timeout_ms: int = 60_000
     """How long a store host may take to become ready."""
     fence_after_ms: int = 0
-    """How long workers may run without proof that the server receives this node's messages, before
-    they are killed; 0 means no limit.
-    """
+    """How long workers may run without proof that the server hears this node; 0: no limit."""
     notice_signum: int = 15
-    """The signal that notifies workers, in addition to the notice file, that their node is about to
-    leave; 0 means no signal.
-    """
+    """The signal that comes with the notice file; 0 means none."""
     keep_timeout_ms: int = 0
     """How long workers may take to park when a round ends; 0 means that no workers are kept."""
     park_timeout_ms: int = 600_000
@@ -79,7 +70,6 @@ class Phase(StrEnum):
 
     @property
     def needs_store(self) -> bool:
-        """Whether the round may need its store now, on this node or on others."""
         return self in (Phase.RUNNING, Phase.SUCCEEDED)
 
 
@@ -91,9 +81,7 @@ class Leaving:
     reason: str
     exit_code: Annotated[int, Unsent]
     exited_zero: bool = False
-    """Whether all workers exited with 0 after the notice, either in response to it or because they
-    had finished.
-    """
+    """Whether all workers exited with 0 after the notice, because of it or because done."""
 
 
 @struct(frozen=True)
@@ -147,9 +135,7 @@ class AgentState:
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers on this node."""
     resuming: tuple[KeptWorker, ...] = ()
-    """Kept workers of the current round that have not continued yet, because they may be waiting
-    for other workers.
-    """
+    """Kept workers that have not continued in this round yet: they may wait for others."""
     resume_due_ms: int = 0
     """The time by which these workers must have continued."""
     snapshots: tuple[Snapshot, ...] = ()
@@ -167,9 +153,8 @@ class AgentState:
     failures: tuple[Failure, ...] = ()
     """The worker failures of the last round on this node."""
     finished: tuple[Failure, ...] = ()
-    """The workers of the last round that have exited with 0 by themselves. If others fail because
-    these are gone, one of them is the cause.
-    """
+    """Those of the last round that exited with 0. If others fail for want of them, one is the
+    cause."""
     moved: Moved = UNMOVED
     """How far the last round's workers had got by the time they were gone."""
     stopping_since_ms: int | None = None
@@ -188,9 +173,7 @@ class AgentState:
     idle_since_ms: int = 0
     """When a worker on this node last took part in a round, or when the job began."""
     notice: DrainNotice | None = None
-    """The current notice, which remains while the node is about to leave or workers may still act
-    on a lifted notice.
-    """
+    """It remains while the node is about to leave, or workers may act on a lifted one."""
     leaving: Leaving | None = None
     outcome: Outcome | None = None
     """Set once the job has ended on this node; the node exits when its workers are gone."""

@@ -35,7 +35,6 @@ def note_server_found(work: Work) -> None:
 
 
 def note_server_lost(work: Work, event: ServerLost) -> None:
-    """Remember since when there is no connection to a server, and why."""
     since_ms = work.state.disconnected_since_ms
     work.state = replace(
         work.state,
@@ -99,10 +98,7 @@ def snapshots_held(state: AgentState) -> SnapshotsHeld:
 
 
 def apply_to_snapshots(work: Work, event: SnapshotWatermark | KeepCopies) -> None:
-    """Announce a newer mark to the workers, or fetch copies.
-
-    Within a round the mark never goes back, even if the server changes.
-    """
+    """Announce a newer mark to the workers, or fetch copies."""
     state = work.state
     if event.run != state.run:
         return
@@ -116,10 +112,7 @@ def apply_to_snapshots(work: Work, event: SnapshotWatermark | KeepCopies) -> Non
 
 
 def _is_newer(event: SnapshotWatermark, state: AgentState) -> bool:
-    """Return whether an announcement has a newer whole mark, or gives up newer snapshots.
-
-    A server that does not know what was announced in this round announces it again.
-    """
+    """A server that does not know what was announced in this round announces it again."""
     if state.watermark is None or event.mark > state.watermark:
         return True
     if event.mark < state.watermark or event.given_up is None:

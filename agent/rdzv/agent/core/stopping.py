@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from rdzv.agent.core.commands import (
-    EndKept,
-    Exit,
-    SayJoin,
-    StopStoreHost,
-    StopWorkers,
-    Work,
-)
+from rdzv.agent.core import commands
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
 from rdzv.core.commands import Leave
 from rdzv.core.model import Ended, Result
@@ -17,7 +10,7 @@ from rdzv.structs import replace
 
 
 def stop(
-    work: Work,
+    work: commands.Work,
     grace_ms: int,
     signum: int | None = None,
     *,
@@ -35,18 +28,17 @@ def stop(
     phase = Phase.LEAVING if state.phase is Phase.LEAVING else Phase.STOPPING
     since_ms = work.now_ms if state.stopping_since_ms is None else state.stopping_since_ms
     work.state = replace(state, phase=phase, stopping_since_ms=since_ms)
-    work.do(StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))
+    work.do(commands.StopWorkers(state.assignment.round, grace_ms, signum, keep_ms, kept_out))
 
 
-def end_kept(work: Work, charged: tuple[int, ...] = ()) -> None:
-    """End the parked workers. `KeptGone` follows."""
+def end_kept(work: commands.Work, charged: tuple[int, ...] = ()) -> None:
     state = work.state
     if not state.ending_kept:
         work.state = replace(state, ending_kept=True)
-        work.do(EndKept(state.job.failure_stop_timeout_ms, charged))
+        work.do(commands.EndKept(state.job.failure_stop_timeout_ms, charged))
 
 
-def leave(work: Work, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
+def leave(work: commands.Work, leaving: Leaving, grace_ms: int, signum: int | None) -> None:
     """Announce the leave at once, so other nodes need not wait, and exit once workers are gone."""
     if work.state.leaving is not None:
         return
@@ -67,7 +59,7 @@ def said_leave(state: AgentState, leaving: Leaving, left_round: int | None) -> L
     return Leave(*state.speaker, state.run, *why, left_round, leaving.exited_zero)
 
 
-def finish(work: Work, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
+def finish(work: commands.Work, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
     """Set the outcome and end any remaining workers; the `charged` ones raise their exceptions."""
     if work.state.leaving is not None and work.state.workers_gone:
         return  # It has left and is only waiting for its parked workers to end.
@@ -79,7 +71,7 @@ def finish(work: Work, outcome: Outcome, charged: tuple[int, ...] = ()) -> None:
         stop(work, work.state.job.shutdown_timeout_ms)
 
 
-def conclude(work: Work, charged: tuple[int, ...] = ()) -> None:
+def conclude(work: commands.Work, charged: tuple[int, ...] = ()) -> None:
     """Join again or exit, now that no workers take part in a round.
 
     Before the node exits, its parked workers are ended.
@@ -94,7 +86,7 @@ def conclude(work: Work, charged: tuple[int, ...] = ()) -> None:
         return
     round_ = state.assignment.round if state.assignment else None
     if round_ is not None:
-        work.do(StopStoreHost(round_))
+        work.do(commands.StopStoreHost(round_))
     if state.leaving is not None:
         work.do(said_leave(state, state.leaving, round_))
         _exit(work, state.outcome or _left(state, state.leaving))
@@ -132,16 +124,15 @@ def joins_anew(state: AgentState, ended: Ended) -> bool:
     return goes_on and not state.placed and state.phase is not Phase.SUCCEEDED
 
 
-def rejoin(state: AgentState) -> SayJoin:
-    """Return the join request of a node whose workers are not part of any round."""
+def rejoin(state: AgentState) -> commands.SayJoin:
     fenced = state.fenced and not state.failures
     kept = () if state.ending_kept else state.kept
-    return SayJoin(state.run, state.left_round, state.evidence, fenced, state.moved, kept)
+    return commands.SayJoin(state.run, state.left_round, state.evidence, fenced, state.moved, kept)
 
 
-def _exit(work: Work, outcome: Outcome) -> None:
+def _exit(work: commands.Work, outcome: Outcome) -> None:
     work.state = replace(work.state, phase=Phase.ENDED, outcome=outcome)
-    work.do(Exit(outcome))
+    work.do(commands.Exit(outcome))
 
 
 def _left(state: AgentState, leaving: Leaving) -> Outcome:

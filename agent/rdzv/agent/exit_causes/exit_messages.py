@@ -85,7 +85,6 @@ def explain_exit(worker: ExitedWorker) -> ErrorFile:
 
 
 def explain_signal(worker: ExitedWorker, shm: Path = SHM) -> str:
-    """Explain a worker's end by a signal: a full /dev/shm, a core dump."""
     if worker.signal is None:
         return ""
     dump = find_core_dump(worker.pid, worker.signal, worker.folder, worker.identity)
@@ -142,7 +141,6 @@ def find_core_dump(
 
 
 def _recent(pattern: Path) -> Path | None:
-    """Return the newest matching regular file if it is recent, or None."""
     try:
         place = pattern.absolute()
         found = [(path.lstat(), path) for path in place.parent.glob(place.name)]
@@ -154,7 +152,6 @@ def _recent(pattern: Path) -> Path | None:
 
 
 def _tail(path: Path | None, identity: Identity | None) -> str:
-    """Return the end of a worker's log, or an empty string if it cannot be read."""
     if path is None:
         return ""
     try:

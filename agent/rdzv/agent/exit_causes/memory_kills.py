@@ -26,9 +26,7 @@ from rdzv.structs import struct
 RECENT_S = 60.0
 """The age above which a log record may be about an earlier process with the worker's pid."""
 FOLLOWS_S = 10.0
-"""How long before a worker's failure another process may have been killed to be named with it. A
-DataLoader looks after its processes every 5 s.
-"""
+"""How old another kill may be to count. A DataLoader looks after its processes every 5 s."""
 
 _KILLED = re.compile(r"^oom-kill:constraint=\w+,.*,task=(.*),pid=(\d+),uid=(\d+)$")
 _CGROUP = re.compile(r",oom_memcg=([^,]*),")
@@ -47,7 +45,6 @@ class MemoryKills:
 
 
 def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
-    """Return the current counts, leaving out any that cannot be read."""
     cgroups = {}
     for place in memory_cgroups(proc, cgroup):
         count = _value_of("oom_kill", read_text(place.events))
@@ -58,8 +55,6 @@ def count_memory_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryKills:
 
 @struct(frozen=True)
 class _Kill:
-    """A kill in the kernel's log."""
-
     pid: int
     uid: int
     task: str
@@ -160,7 +155,6 @@ def _bytes(path: Path) -> int | None:
 
 
 def _value_of(name: str, text: str) -> int | None:
-    """Return the number that follows a name in lines of the form `NAME NUMBER`."""
     for line in text.splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name and words[1].isdigit():

@@ -51,9 +51,6 @@ class NodeHealth:
     ) -> None:
         self.unused_gpus = unused_gpus
         self.is_idle: Callable[[], bool] = lambda: True
-        """Returns whether there is no job on this node. If there is one, checks run only when
-        needed, so that they do not slow down workers.
-        """
         self.idle_interval_s = 0.0
         """The interval between checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
@@ -93,7 +90,6 @@ class NodeHealth:
             return self.failing
 
     def look_again(self) -> None:
-        """At an operator's request, dismiss earlier errors and run the checks soon."""
         self._lifting = self._asked = True
         self._woken.set()
 
@@ -143,7 +139,6 @@ class NodeHealth:
     # ------------------------------------------------------------------ one check
 
     async def _ask(self, check: NodeCheck, unused_gpus: frozenset[str]) -> FailingCheck | None:
-        """Run one check until its deadline; return its failure, or None if it passes."""
         loop = asyncio.get_running_loop()
         if check in self._hung:
             task, since_s = self._hung[check]

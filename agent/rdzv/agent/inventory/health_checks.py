@@ -51,10 +51,6 @@ async def run_in_session(
     """Run a command, and pass its output to `hear`; return its exit code.
 
     At its end or after `timeout_s`, all processes in its session are killed.
-
-    Raises:
-        OSError: it cannot be started.
-        TimeoutError: it has not ended in time.
     """
     loop, stream, (read_fd, write_fd) = (
         asyncio.get_running_loop(),
@@ -150,7 +146,7 @@ class Disk(Plain):
     min_free_percent: float = 0.0
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Check the free space in a thread, because a file server may hang."""
+        """In a thread, because a file server may hang."""
         try:
             found = await in_thread(os.statvfs, self.path)
         except OSError as error:
@@ -169,7 +165,6 @@ class Disk(Plain):
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    """Return the memory in use on each responding GPU, by UUID, and the errors of the rest."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
@@ -213,7 +208,7 @@ class Gpus(Plain):
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Query each GPU, waiting a moment for memory that is being freed."""
+        """Memory that is being freed gets a moment."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + min(MEMORY_SETTLES_S, self.timeout_s / 2)
         while True:
@@ -262,6 +257,5 @@ class Xids(Plain):
         return xid.describe(xid.parse(records), self.codes, after)
 
     async def lift(self) -> None:
-        """Dismiss the errors that are in the log now."""
         records = await in_thread(xid.read_records, self.log)
         await in_thread(self.lifted.lift, records)

@@ -60,7 +60,6 @@ class Preemption:
 
 @asynccontextmanager
 async def reporting_preemptions(preemption: Preemption, give: Give) -> AsyncIterator[None]:
-    """Report each preemption to `give` until the body ends."""
     watching, works = _Watching(preemption, give), []
     if preemption.file is not None:
         works.append(watching.file(preemption.file))
@@ -83,8 +82,6 @@ async def _guarded(work: Coroutine[None, None, None]) -> None:
 
 
 class _Watching:
-    """The loops that wait for notices."""
-
     def __init__(self, preemption: Preemption, give: Give) -> None:
         self._preemption = preemption
         self._give = give
@@ -92,7 +89,6 @@ class _Watching:
     # ------------------------------------------------------------------ the file
 
     async def file(self, path: Path) -> None:
-        """Wait for the file to appear, and for later changes to it."""
         before = given = None
         while True:
             text = await in_thread(_read, path)
@@ -106,7 +102,6 @@ class _Watching:
     # ------------------------------------------------------------------ the command
 
     async def command(self, command: Sequence[str]) -> None:
-        """Run the command until it gives notice."""
         loop, wait_s, told = asyncio.get_running_loop(), BACKOFF_FIRST_S, ""
         while True:
             began_s = loop.time()
@@ -172,11 +167,7 @@ def _line(data: bytes) -> str:
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command to its end; return its exit code and its first line of output.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Run a command to its end; return its exit code and its first line of output."""
     first = b""
 
     def hear(data: bytes) -> None:

@@ -40,11 +40,7 @@ _V1_FILES = ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_c
 def find_resources(
     gpus: str, *, labels: Mapping[str, str], capacity: int, topology: str
 ) -> NodeResources:
-    """Return this machine's resources. This may take seconds while GPUs wake up.
-
-    Raises:
-        InvalidRequestError: `gpus` names a GPU that is not here.
-    """
+    """This may take seconds while GPUs wake up."""
     return NodeResources(
         cpus=count_cpus(),
         memory_bytes=memory_bytes(),
@@ -126,7 +122,6 @@ def memory_cgroups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryC
 
 
 def read_text(path: Path) -> str:
-    """Return a kernel file's text, or "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -169,9 +164,6 @@ def parse_gpus(text: str) -> tuple[str, ...]:
 
     >>> parse_gpus("GPU-aa, GPU-bb")
     ('GPU-aa', 'GPU-bb')
-
-    Raises:
-        InvalidRequestError: the text is anything else.
     """
     uuids = tuple(part.strip() for part in text.split(",") if part.strip())
     for uuid in uuids:

@@ -20,9 +20,8 @@ KMSG = Path("/dev/kmsg")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 CODES = ("48", "62", "64", "74", "79", "95", "110", "119", "120", "140", "143")
-"""The codes after which a GPU must be reset or replaced. Others are caused by programs, such as 31
-and 13, or handled by the driver, such as 63 and 94.
-"""
+"""After these a GPU must be reset or replaced. Programs cause others (31, 13); the driver handles
+some."""
 
 RECORD_BYTES = 8_192
 """The size of the largest record that the kernel writes."""
@@ -63,11 +62,7 @@ def parse(records: Iterable[str]) -> Iterator[Xid]:
 
 
 def read_records(path: Path) -> list[str]:
-    """Return all records from the kernel's log, or from a file in the same format.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return all records from the kernel's log, or from a file in the same format."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -98,7 +93,6 @@ class Lifted:
     """The last record that an operator has dismissed, remembered until the next boot."""
 
     def __init__(self, file: Path, boot_id: Path = BOOT_ID) -> None:
-        """Use `file` to store the record's number."""
         self._file = file
         self._boot_id = boot_id
 
@@ -111,11 +105,7 @@ class Lifted:
             return -1
 
     def lift(self, records: Iterable[str]) -> None:
-        """Dismiss these records, so that only later ones count from now on.
-
-        Raises:
-            OSError: it cannot be stored.
-        """
+        """Dismiss these records, so that only later ones count from now on."""
         number = max((xid.number for xid in parse(records)), default=-1)
         if number > self.number():
             kept = json.dumps({"boot": self._boot(), "number": number})

@@ -31,7 +31,6 @@ class Decisions:
         act: Callable[[events.Event, AgentState, Decision], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Start from `state`. `act` receives each event with its prior state and transition."""
         self.state = state
         self._act = act
         self._on_error = on_error
@@ -77,7 +76,6 @@ class Decisions:
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 
     def cancel_tick(self) -> None:
-        """Cancel the pending tick. The next event will schedule a new one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -88,10 +86,7 @@ class Decisions:
 
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
-    """Log one line about an event if it matters to a user. `state` is the state before it.
-
-    `joined` is whether the server had already admitted the node.
-    """
+    """Log one line about an event if it matters to a user. `state` is the state before it."""
     rdzv_id = state.job.rdzv_id
     match event:
         case Joined() if not joined or event.run != state.run:
@@ -169,7 +164,6 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
 
 
 def _serves(state: AgentState, round_: int) -> bool:
-    """Return whether this node's workers are running in a round and need its store."""
     assignment, phase = state.assignment, state.phase
     return assignment is not None and assignment.round == round_ and phase is Phase.RUNNING
 
@@ -192,7 +186,7 @@ def _log_round(assignment: Assignment, state: AgentState) -> None:
 
 
 def _restarts(assignment: Assignment, window_ms: int) -> str:
-    """Describe the counted restarts, their limit and the total, in the same words as the server."""
+    """In the same words as the server's."""
     most = assignment.max_restarts or 0  # It is unset where it is 0.
     if not window_ms:
         return f"{assignment.restarts} of {most}"

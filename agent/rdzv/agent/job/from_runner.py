@@ -30,7 +30,6 @@ class RunnerEvents:
     """Handles the events of one job's runner in the order in which they were sent."""
 
     def __init__(self, job: JobDriver, socket: Path | None) -> None:
-        """Handle a job's events. `socket` is its runner's, if the runner outlives this process."""
         self._job = job
         self._socket = socket
         self._ending_leftovers: asyncio.Task[None] | None = None
@@ -53,17 +52,12 @@ class RunnerEvents:
         return None
 
     async def leftovers_ended(self, within_s: float) -> None:
-        """Wait until no processes of a dead runner remain.
-
-        Raises:
-            TimeoutError: some may remain.
-        """
+        """Wait until no processes of a dead runner remain."""
         if self._ending_leftovers is not None:
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._ending_leftovers)
 
     async def _take_failure(self, exited: events.WorkerExited) -> None:
-        """Handle a failed worker's exit after reading its error file, or after a timeout."""
         if (round_ := self._job.round_of(exited.round)) is not None:
             self._take(await round_.explain_failure(exited))
 
@@ -118,7 +112,7 @@ class RunnerEvents:
             job.post(events.RunnerLost(f"its runner {_how_lost(event.exit_code)}"))
 
     async def _end_leftovers(self) -> bool:
-        """Kill a dead runner's processes. Returns False if they could not be searched for."""
+        """Return False if they could not be searched for."""
         try:
             await runner_link.sweep_orphans()
             if self._socket is not None:

@@ -18,13 +18,7 @@ from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
 from rdzv.agent.core.stopping import rejoin, said_leave
-from rdzv.agent.handover import leaked_processes
-from rdzv.agent.handover.handover_state import (
-    HandoverPlan,
-    KeptState,
-    KeptStop,
-    StateKeeper,
-)
+from rdzv.agent.handover import handover_state, leaked_processes
 from rdzv.agent.job.decisions import Decisions, log_event
 from rdzv.agent.job.from_runner import RunnerEvents
 from rdzv.agent.job.round import LocalRound
@@ -77,16 +71,15 @@ class JobDriver:
     joined = False
     """Whether the server has admitted this node to the job."""
     handed_over = False
-    """Whether the job was left to the next agent, so this one must not end its processes."""
+    """Whether the next agent has the job, so this one must not end its processes."""
     ended: asyncio.Future[NodeOutcome]
-    """The job's outcome on this node, or the unexpected error that ended it."""
 
     def __init__(
         self,
         launch: Launch,
         link: ServerLink,
         run: str = "",
-        keeping: HandoverPlan | None = None,
+        keeping: handover_state.HandoverPlan | None = None,
         examine: Callable[[], Awaitable[str]] | None = None,
         started: runner_link.StartedRunner | None = None,
     ) -> None:
@@ -117,7 +110,7 @@ class JobDriver:
         self.copies = CopiesOfSnapshots(launch, encrypted=link.encrypts)
         self._link = link
         self._keeping = keeping
-        self._keeper: StateKeeper | None = None
+        self._keeper: handover_state.StateKeeper | None = None
         self._started = started
         self._linked: runner_link.RunnerLink | None = None
         self._last_round: LocalRound | None = None
@@ -170,7 +163,7 @@ class JobDriver:
             # If a stream is already open, its Hello did not include this job.
             self.decisions.guard(self._join, rejoin(self.decisions.state))
 
-    def resume(self, found: runner_link.FoundRunner, kept: KeptState) -> None:
+    def resume(self, found: runner_link.FoundRunner, kept: handover_state.KeptState) -> None:
         """Continue the job where the previous agent left it, and include it in every Hello.
 
         `found` is the job's adopted runner. Events that it has held back are handled as if they had
@@ -202,7 +195,7 @@ class JobDriver:
         self.decisions.guard(self._redo, kept, found.hello)
         self.post(events.Ticked())
 
-    def _redo(self, kept: KeptState, hello: runner_link.RunnerHello) -> None:
+    def _redo(self, kept: handover_state.KeptState, hello: runner_link.RunnerHello) -> None:
         """Repeat any decisions of the previous agent that it may not have carried out."""
         state, assignment = self.decisions.state, self.decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
@@ -222,22 +215,22 @@ class JobDriver:
             if stop is None or stop.command.round != assignment.round:
                 # The fence has ended the round. `WorkersGone` may have arrived, but the previous
                 # agent had no time to record it.
-                stop = KeptStop(commands.StopWorkers(assignment.round, 0), monotonic_ms())
+                stop = handover_state.KeptStop(
+                    commands.StopWorkers(assignment.round, 0), monotonic_ms()
+                )
             again, spent_ms = stop.command, monotonic_ms() - stop.at_ms
             keep_ms = None if again.keep_ms is None else max(again.keep_ms - spent_ms, 0)
             self._do(replace(again, grace_ms=max(again.grace_ms - spent_ms, 0), keep_ms=keep_ms))
 
     def _take_charge(self, runner: runner_link.RunnerLink) -> None:
-        """Use this runner from now on. With `keeping`, it outlives this process."""
         self._linked = runner
         runner.ask(requests.HoldSnapshots(self.launch.snapshot_memory))
         if self._keeping is not None:
             grace_ms = self.launch.job.shutdown_timeout_ms
-            self._keeper = StateKeeper(self._keeping, runner, grace_ms)
+            self._keeper = handover_state.StateKeeper(self._keeping, runner, grace_ms)
             self._keeper.outlive(self._link.orphan_timeout_ms)
 
     def _serve_server(self) -> None:
-        """Include this job in every Hello, and make its workers' logs readable."""
         self._link.add(self)
         self._link.log_reader.serve(self.rdzv_id, self.workers.written)
 
@@ -269,7 +262,6 @@ class JobDriver:
             self.runner.ask(self.workers.zygote)
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave the job to the next agent, which is expected within `within_ms`."""
         if self._keeper is None:
             return
         self._keeper.outlive(within_ms)
@@ -281,15 +273,10 @@ class JobDriver:
         await self.runner.let_go(LET_GO_TIMEOUT_S)
 
     async def wait(self) -> NodeOutcome:
-        """Wait until the job has ended on this node."""
         return await self.ended
 
     async def close(self) -> None:
-        """End everything that remains of the job on this node. May be called again if that fails.
-
-        Raises:
-            TimeoutError: its runner or one of its processes survives SIGKILL.
-        """
+        """End all that remains of the job on this node. May be called again if that fails."""
         self.decisions.cancel_tick()
         if self._last_round is not None:
             self._last_round.cancel()
@@ -313,13 +300,11 @@ class JobDriver:
 
     @property
     def runner(self) -> runner_link.RunnerLink:
-        """The job's runner. Available once the job has been prepared."""
         assert self._linked is not None
         return self._linked
 
     @property
     def round(self) -> LocalRound:
-        """The last round. Available once there has been one."""
         assert self._last_round is not None
         return self._last_round
 
@@ -330,11 +315,9 @@ class JobDriver:
 
     @property
     def leaving(self) -> bool:
-        """Whether this node is leaving the job for good, or has already left it."""
         return self.decisions.state.leaving is not None or self.ended.done()
 
     def describe(self) -> str:
-        """Return a description of the job's state on this node."""
         state = self.decisions.state
         if state.assignment is None:
             return str(state.phase)
@@ -342,12 +325,10 @@ class JobDriver:
 
     @property
     def runner_pid(self) -> int | None:
-        """The pid of the job's runner, or None if there is no runner yet."""
         return None if self._linked is None else self._linked.pid
 
     @property
     def written(self) -> Written:
-        """The output of this node's workers, by round."""
         return self.workers.written
 
     # ------------------------------------------------------------------ the server's side
@@ -373,21 +354,18 @@ class JobDriver:
         self.report(said_leave(state, leaving, left_round))
 
     def report(self, said: messages.Said | messages.Report) -> None:
-        """Send what the core or a watch reports about the workers."""
         self._link.say(encoding.report(said, self.rdzv_id, monotonic_ms()))
 
     def renew_fence(self, heard_at_ms: int) -> None:
-        """Renew the fence, as the server received a message from this node at `heard_at_ms`."""
         if self.fence_after_ms:
             self.runner.ask(requests.RenewFence(heard_at_ms + self.fence_after_ms))
 
     def waits_ms(self) -> int | None:
-        """Return how much longer the job waits for an absent server; None if it never gives up."""
+        """None if it never gives up."""
         due_ms = server_due_ms(self.decisions.state)
         return None if due_ms is None else max(due_ms - monotonic_ms(), 0)
 
     def note(self, reason: str) -> None:
-        """Log why no workers are running yet."""
         log.info("%s: %s", self.rdzv_id, reason)
 
     def take_stacks(self, asked: messages.TakeStacks) -> None:
@@ -404,7 +382,6 @@ class JobDriver:
         )
 
     def _read_clock(self) -> Reading | None:
-        """Return the current estimate of the server's clock, and request another reading."""
         self._link.ask_clock()
         return self._link.server_clock.read(time.monotonic_ns())
 
@@ -415,10 +392,7 @@ class JobDriver:
         )
 
     def _current_offer(self) -> Offer | None:
-        """Return the offer, including a reserved port if this node is waiting for a round.
-
-        If no port can be reserved, makes the node leave and returns None.
-        """
+        """Reserve a port if this node waits for a round; if there is none, make the node leave."""
         if self.decisions.state.phase is not Phase.JOINING:
             return self.offer
         if not self.launch.local_addr:
@@ -467,11 +441,9 @@ class JobDriver:
     # ------------------------------------------------------------------ events to the core
 
     def post(self, event: events.Event) -> None:
-        """Process an event after all earlier ones."""
         self.decisions.post(event)
 
     def _fail(self, error: Exception) -> None:
-        """End the job on this node because of an unexpected error."""
         if self.ended.done():
             log.error("%s: an error occurred after the job had ended", self.rdzv_id, exc_info=error)
         else:
@@ -486,7 +458,7 @@ class JobDriver:
             self._prepare(event.forks)
         for command in decided.commands:
             if isinstance(command, commands.StopWorkers):
-                self.round.kept_stop = KeptStop(command, monotonic_ms())
+                self.round.kept_stop = handover_state.KeptStop(command, monotonic_ms())
         self.keep()
         self.fates.note(event, decided.state, decided.commands)
         for command in decided.commands:
@@ -498,14 +470,13 @@ class JobDriver:
             self._keeper.outlive(self._link.orphan_timeout_ms)
 
     def keep(self) -> None:
-        """Store this driver's state in the runner if it has changed."""
         if self._keeper is None:
             return
         assignment = self.decisions.state.assignment
         # Between a round's announcement and its start, `last_round` is still the previous one.
         round_ = None if assignment is None else self.round_of(assignment.round)
         self._keeper.keep(
-            KeptState(
+            handover_state.KeptState(
                 state=self.decisions.state,
                 offer=self.offer,
                 joined=self.joined,
@@ -574,5 +545,4 @@ async def _make_offer(launch: Launch) -> Offer:
 
 
 def _on_loopback_only(offer: Offer) -> bool:
-    """Return whether the offer's store can be reached from this machine only."""
     return is_loopback(offer.address) and not offer.host_name

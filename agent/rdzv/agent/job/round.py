@@ -88,7 +88,6 @@ class LocalRound:
         self._task = self._job.tasks.start(work, name)
 
     def cancel(self) -> None:
-        """Stop handling this round, without ending its processes."""
         if self._task is not None:
             self._task.cancel()
 
@@ -119,7 +118,6 @@ class LocalRound:
             job.runner.ask(NotifyWorkers(number, self._notified_by))
 
     def _keep_spec(self) -> KeepSpec | None:
-        """Return which parked workers take part, or None if workers are never kept."""
         terms, assignment = self._job.launch.job, self.assignment
         if not terms.keep_timeout_ms:
             return None
@@ -132,12 +130,7 @@ class LocalRound:
         )
 
     async def _prepare(self) -> list[WorkerSpec]:
-        """Wait until this node is ready, and create the folders for the workers' files.
-
-        Raises:
-            InvalidRequestError: no workers can be started here.
-            OSError: their files cannot be created.
-        """
+        """Wait until this node is ready, and create the folders for the workers' files."""
         job = self._job
         await job.ready.wait()
         if job.unready:
@@ -164,10 +157,7 @@ class LocalRound:
         job.post(events.WorkersGone(number, moved, self._kept))
 
     async def _examine(self) -> str:
-        """Return what is wrong with this node, ignoring errors in the checks themselves.
-
-        The node keeps its seat in the meantime, so no round is formed with an unhealthy node.
-        """
+        """The node keeps its seat in the meantime, so no round is formed with an unhealthy node."""
         try:
             return "" if self._job.examine is None else await self._job.examine()
         except Exception:
@@ -212,10 +202,7 @@ class LocalRound:
         )
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
-        """Notify the workers, including those started later, that this node is about to leave.
-
-        The file is written before the signal is sent, so a signal handler will find it.
-        """
+        """The file is written before the signal is sent, so a signal handler will find it."""
         self._job.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
             self._notified_by = command.signum
@@ -229,7 +216,6 @@ class LocalRound:
     # ------------------------------------------------------------------ the runner's events
 
     def hear(self, event: events.WorkerStarted | events.WorkerExited | events.WorkersGone) -> None:
-        """Take note of a worker's start or exit, or that no process takes part any more."""
         job = self._job
         match event:
             case events.WorkerStarted():

@@ -70,10 +70,7 @@ class SnapshotsOnDisk:
             self.write(runner, mark, assignment.run)
 
     def write(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Start writing this node's snapshots of a mark, unless some are being written.
-
-        Does nothing if this mark was the last one written.
-        """
+        """Start writing this node's part of a mark, unless another is being written, or it was."""
         launch, files = self._launch, self._files
         if files is None or mark is None or mark == self._written or self._writing is not None:
             return
@@ -84,7 +81,6 @@ class SnapshotsOnDisk:
         runner.write_snapshots(mark, (*argv, *keep), launch.environ, launch.chdir, launch.identity)
 
     def note(self, event: SnapshotsWritten) -> None:
-        """Record that the runner has written the snapshots, or why it could not."""
         self._writing = None
         self._idle.set()
         rdzv_id = self._launch.job.rdzv_id
@@ -97,7 +93,6 @@ class SnapshotsOnDisk:
             log.info("%s: wrote the snapshot of step %d to %s", rdzv_id, event.mark.step, folder)
 
     async def write_last(self, runner: RunnerLink, mark: SnapshotMark | None, run: str) -> None:
-        """Write a mark, waiting a limited time for it to be written."""
         try:
             async with asyncio.timeout(LAST_TIMEOUT_S):
                 await self._idle.wait()
@@ -108,7 +103,6 @@ class SnapshotsOnDisk:
             log.error(text, self._launch.job.rdzv_id, LAST_TIMEOUT_S)
 
     def note_runner_gone(self) -> None:
-        """Stop waiting, because the runner and its snapshots are gone."""
         self._writing = None
         self._idle.set()
 
@@ -162,7 +156,7 @@ class CopiesOfSnapshots:
 
 
 def certified() -> CopyCredentials:
-    """Return new credentials without a token. The first call is slow because it loads a library."""
+    """The first call is slow because it loads a library."""
     from cryptography import x509  # The import takes 36 ms and 10 MiB.
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -191,10 +185,7 @@ def certified() -> CopyCredentials:
 
 
 class SnapshotReports:
-    """Sends reports on one job's snapshots on this node, at a limited rate.
-
-    Each is complete, so only the latest one matters.
-    """
+    """Sends reports at a limited rate. Each is complete, so only the latest one matters."""
 
     def __init__(self, send: Callable[[SnapshotsHeld], None]) -> None:
         self._send = send
@@ -204,7 +195,6 @@ class SnapshotReports:
         """Runs until the next report may be sent."""
 
     def report(self, say: SnapshotsHeld, nodes: int) -> None:
-        """Send a report at once, or as soon as the rate for a job of `nodes` nodes allows."""
         self._next = say
         if self._timer is None:
             self._send_next(max(EVERY_LEAST_S, nodes * EVERY_PER_NODE_S))

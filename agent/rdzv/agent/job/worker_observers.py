@@ -41,7 +41,6 @@ class WorkerObservers:
         report: Callable[[Progress | Hung | Arrivals], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
-        """Send what they see with `report`; `read_clock` estimates the server's clock."""
         rdzv_id, identity = launch.job.rdzv_id, launch.identity
         self._local_world_size = launch.job.local_world_size
         self.running: dict[int, Target] = {}
@@ -60,11 +59,9 @@ class WorkerObservers:
         self.notice.take_back()
 
     def resume_round(self, folder: Path | None, assignment: Assignment | None) -> None:
-        """Continue with the previous agent's files. `assignment` is None if no round is open."""
         self.progress.resume(folder, assignment, self._local_world_size)
 
     def watch(self, assignment: Assignment) -> None:
-        """Watch a round's workers as they start."""
         self._hangs.open_round(assignment)
         self._arrivals.open_round(assignment)
         self.held_exits.open_round(assignment)
@@ -83,7 +80,6 @@ class WorkerObservers:
         self._hangs.worker_exited(local_rank)
 
     def stop_watching(self) -> None:
-        """Stop watching all workers, because they are being ended."""
         self._hangs.close_round()
         self._arrivals.close_round()
         self.held_exits.close_round()
@@ -98,12 +94,10 @@ class WorkerObservers:
         return step
 
     def say_again(self) -> None:
-        """Repeat the reports on progress and hung workers, for a server that may not have them."""
         self.progress.say_again()
         self._hangs.say_again()
 
     def close(self) -> None:
-        """Stop watching, and remove the workers' files."""
         self.stop_watching()
         self.progress.close()
 
@@ -116,7 +110,6 @@ class NoticeFile:
     """The notice file of a job on this node, in the same folder in all rounds."""
 
     def __init__(self, folder: Callable[[], Path | None], identity: Identity | None = None) -> None:
-        """Keep the file in this folder, or nowhere while there is none."""
         self._folder = folder
         self._identity = identity
 
@@ -126,11 +119,10 @@ class NoticeFile:
         return None if folder is None else folder / NAME
 
     def path(self) -> str:
-        """Return the path given to the workers; empty if there is no folder for it."""
+        """Return what the workers are given; empty if there is no folder for it."""
         return "" if self._path is None else str(self._path)
 
     def write(self, left_ms: int, reason: str) -> None:
-        """Write the notice, replacing an earlier one."""
         if (path := self._path) is None:
             return
         deadline = round(time.time() + left_ms / 1000, 3)
@@ -144,7 +136,6 @@ class NoticeFile:
             log.warning("cannot write the notice file %s: %s", path, error.strerror)
 
     def take_back(self) -> None:
-        """Remove the notice, if there is one."""
         if (path := self._path) is not None:
             try:
                 with acting_as(self._identity):

@@ -33,10 +33,7 @@ class LocalStarts:
         *,
         watched: bool = False,
     ) -> None:
-        """Collect the starts of this job's workers. `report` sends the result to the server.
-
-        `watched` means that a zygote starts only once workers have shown that it serves the script.
-        """
+        """`watched`: a zygote starts only once workers have shown that it serves the script."""
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
@@ -63,7 +60,6 @@ class LocalStarts:
         """How each of the current round's workers ended, by LOCAL_RANK."""
 
     def decided(self, command: commands.Command) -> None:
-        """Take note of a command that is being carried out for the job."""
         match command:
             case commands.StartWorkers():
                 self._is_first = not self._stopped_ms
@@ -76,7 +72,6 @@ class LocalStarts:
                 self._stopped_ms = self._now_ms()
 
     def runner_said(self, event: events.RunnerEvent) -> None:
-        """Take note of an event from the runner."""
         round_ = None if self._round is None else self._round.round
         match event:
             case events.WorkerExited():
@@ -110,7 +105,6 @@ class LocalStarts:
                 self._tell_if_complete()
 
     def say_again(self) -> None:
-        """Repeat the report on the current round, for a server that may not have it."""
         if self._reported is not None:
             self._report(self._reported)
 

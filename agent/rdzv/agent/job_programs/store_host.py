@@ -57,7 +57,6 @@ def main() -> None:
 
 
 def keep_serving(store: object) -> None:
-    """Keep the store alive until this process is killed."""
     while store is not None:
         signal.pause()
 
@@ -186,7 +185,6 @@ def stay_small() -> None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, however it was started."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

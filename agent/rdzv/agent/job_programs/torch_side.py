@@ -42,7 +42,6 @@ NOT_TRACEABLE = {"category": "system_terminated_error", "retryability": "False"}
 
 
 def main() -> None:
-    """Serve one agent until it closes the socket."""
     linger_after_parent()
     forget_own_folder()
     agent = socket.socket(fileno=int(sys.argv[1]))
@@ -68,7 +67,6 @@ def say(agent: socket.socket, message: dict[str, Any]) -> None:
 
 
 def describe(error: Exception) -> str:
-    """Describe an error in one line, including its type unless it is a refusal."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Refusal) else f"{type(error).__name__}: {text}"
 
@@ -115,7 +113,6 @@ def record_events(
 
 
 def read_error(path: str, exit_code: int) -> Any:
-    """Return the contents of a failed worker's error file, or torch's default if there is none."""
     if os.path.isfile(path):  # noqa: PTH113
         try:
             with open(path) as file:  # noqa: PTH123
@@ -182,7 +179,7 @@ def to_streams(by_rank: dict[str, int]) -> Any:
 
 
 def tell(made: Any) -> dict[str, Any]:
-    """Convert a LogsDest to JSON, resolving paths against this folder, where the workers start."""
+    """Resolve paths against this folder, where the workers start."""
     fields = ("stdouts", "stderrs", "tee_stdouts", "tee_stderrs", "error_files")
     files = {
         field: {rank: absolute(path) for rank, path in getattr(made, field).items() if path}

@@ -40,7 +40,6 @@ SEND_TIMEOUT_S = 1.0
 
 
 def watch(address: str) -> None:
-    """Report the import of torch to an abstract socket address."""
     sys.meta_path.insert(0, _Watch(address, {}))
 
 
@@ -57,8 +56,6 @@ def watch_hidden(address: str) -> None:
 
 
 class _Watch:
-    """An import finder that watches for torch."""
-
     def __init__(self, address: str, hidden: Mapping[str, ModuleType]) -> None:
         self._address = address
         self._before = dict(os.environb)
@@ -136,8 +133,6 @@ class _Watch:
 
 
 class _Loader:
-    """The loader for a hidden module."""
-
     def __init__(self, watch: _Watch, spec: Any) -> None:
         self._watch = watch
         self._spec = spec

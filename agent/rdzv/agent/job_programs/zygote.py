@@ -120,10 +120,9 @@ class StartError(Exception):
 
 
 def main(hook: str) -> bool:
-    """Carry out the order in RDZV_ZYGOTE. Returns only in workers.
+    """Carry out the order in RDZV_ZYGOTE. Returns, only in workers, whether the site customizes.
 
-    `hook` is the folder whose `sitecustomize` calls this function. Returns whether the site has its
-    own `sitecustomize`, which has then already been imported.
+    `hook` is the folder whose `sitecustomize` calls this function.
     """
     order = json.loads(os.environ.pop("RDZV_ZYGOTE"))
     _forget(hook, order["path"])
@@ -150,7 +149,6 @@ def main(hook: str) -> bool:
 
 
 def _be_expendable() -> None:
-    """Let the kernel kill this process first when memory runs out."""
     try:
         _oom_score["before"] = Path(_OOM_SCORE).read_text()
         Path(_OOM_SCORE).write_text("1000")
@@ -174,7 +172,6 @@ def _leave_cpus_to_others(nice: int) -> None:
 
 
 def _forget(hook: str, path: str | None) -> None:
-    """Undo the changes to the environment that made the interpreter import the hook."""
     if path is None:
         os.environ.pop("PYTHONPATH", None)
     else:
@@ -198,7 +195,6 @@ def _customize() -> bool:
 
 
 def _answer_check(names: Iterable[str], script: str) -> None:
-    """Print which modules cannot be found, without importing any, and exit."""
     answer: dict[str, object] = {}
     try:
         _customize()
@@ -210,7 +206,6 @@ def _answer_check(names: Iterable[str], script: str) -> None:
 
 
 def _missing(names: Iterable[str], script: str) -> dict[str, str]:
-    """Return the modules that cannot be found, with Python's reasons."""
     missing = {}
     with _ScriptFolder(script):
         for name in names:
@@ -258,11 +253,7 @@ def _first_of_path(script: str) -> str | None:
 
 
 def _preload(modules: Sequence[str]) -> dict[str, Any]:
-    """Import modules, starting with those in `BARE`. Returns a description of this process.
-
-    Raises:
-        RefusedError: a module cannot be imported or makes this process unsafe to fork.
-    """
+    """Import modules, starting with those in `BARE`. Returns a description of this process."""
     since = time.monotonic()
     fds = set(open_fds())
     threads = 1
@@ -296,7 +287,6 @@ def _preload(modules: Sequence[str]) -> dict[str, Any]:
 
 
 def check_forkable(name: str, threads: int, fds: set[int]) -> None:
-    """Refuse if importing `name` left behind anything that a fork would break or share."""
     if "threading" in sys.modules and len(sys._current_frames()) > 1:
         found = [thread.name for thread in sys.modules["threading"].enumerate()[1:]]
         raise RefusedError(f"import {name} starts Python threads ({', '.join(found)})")
@@ -323,10 +313,9 @@ def check_forkable(name: str, threads: int, fds: set[int]) -> None:
 
 
 def try_fork() -> None:
-    """Fork once, and refuse if the fork cannot compute or start a thread, or if it hangs.
+    """Fork once; refuse if the fork cannot compute or start a thread, hangs, or has a thread left.
 
-    Also refuse if a thread survives the fork. The threads of OpenBLAS, which numpy and torch start
-    on import, end at every fork.
+    The threads of OpenBLAS, which numpy and torch start on import, end at every fork.
     """
     read_end, write_end = os.pipe()
     zygote = os.getpid()
@@ -358,7 +347,6 @@ def try_fork() -> None:
 
 
 def _be_canary(zygote: int, write_end: int) -> NoReturn:
-    """In a forked child, try the operations most likely to fail, report any failure, and exit."""
     try:
         _die_with_parent(zygote)
         complaint = compute()
@@ -390,7 +378,6 @@ def compute() -> str:
 
 
 def thread_names() -> list[str]:
-    """Return the names of all threads in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -399,7 +386,6 @@ def thread_names() -> list[str]:
 
 
 def mapped_files() -> set[str]:
-    """Return the paths of the files mapped into this process's memory."""
     lines = Path("/proc/self/maps").read_bytes().splitlines()
     return {os.fsdecode(line.split(maxsplit=5)[5]) for line in lines if b"/" in line}
 
@@ -409,7 +395,6 @@ def child_pids() -> list[str]:
 
 
 def open_fds() -> dict[int, str]:
-    """Return the open descriptors, each with the file behind it."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -489,7 +474,6 @@ def _fork_all(
 
 
 def _describe(status: int) -> str:
-    """Return why the intermediate process has made too few forks."""
     if os.WIFEXITED(status):
         return os.strerror(os.WEXITSTATUS(status))
     return f"the intermediate process was killed by signal {os.WTERMSIG(status)}"
@@ -520,7 +504,6 @@ def _fork() -> int:
 
 
 def _carry_out_order(links: Sequence[int], mine: int, zygote_argv: Sequence[bytes]) -> None:
-    """Wait for this fork's order. Returns only in a worker."""
     os.setsid()
     if _oom_score:
         with suppress(OSError):
@@ -560,14 +543,12 @@ def _give_up(link: socket.socket, why: Mapping[str, object]) -> None:
 
 
 def _take_streams(fds: Sequence[int]) -> None:
-    """Make the first three of these descriptors the standard streams."""
     for fd, stream in enumerate(fds[:3]):
         os.dup2(stream, fd)
         os.close(stream)
 
 
 def _become(spec: Mapping[str, Any], arguments: Sequence[str]) -> list[bytes]:
-    """Take a program's environment and command line, and return the latter."""
     _die_with_parent(spec["parent"])
     os.sched_setaffinity(0, spec["cpus"])
     argv, env = [_bytes(word) for word in (*spec["argv"], *arguments)], _environment(spec["env"])
@@ -578,10 +559,7 @@ def _become(spec: Mapping[str, Any], arguments: Sequence[str]) -> list[bytes]:
 
 
 def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket) -> None:
-    """Serve a store as a fresh interpreter running `argv` would. Never returns.
-
-    Errors are raised only before the first client is served.
-    """
+    """Errors are raised only before the first client is served. Never returns."""
     argv = _become(spec, ["--fd", str(listen_fd), "--ready-fd", str(link.fileno())])
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     path = _text(argv[1])
@@ -597,10 +575,7 @@ def _be_store_host(spec: Mapping[str, Any], listen_fd: int, link: socket.socket)
 
 
 def _be_snapshot_writer(spec: Mapping[str, Any], fds: list[int], link: socket.socket) -> None:
-    """Write a snapshot as a fresh interpreter running `argv`, a module, would. Never returns.
-
-    Errors are raised only before the writer has begun.
-    """
+    """Errors are raised only before the writer has begun. Never returns."""
     if spec["cwd"] is not None:
         _change_folder(_text(_bytes(spec["cwd"])))
     if spec["copied"]:
@@ -662,7 +637,6 @@ def _set_mark(env: Mapping[bytes, bytes]) -> None:
 
 
 def _watch_torch(address: str, env: Mapping[str, str]) -> None:
-    """Report the script's import of torch, as if torch had not been imported before."""
     # The import of torch._dynamo sets it, and so does its compiler; a script may do so in between.
     if "TORCHINDUCTOR_CACHE_DIR" not in env:
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -675,7 +649,7 @@ def _watch_torch(address: str, env: Mapping[str, str]) -> None:
 
 
 def _append_to(name: str, path: str, fd: int) -> None:
-    """Make a descriptor append to a log file, as the runner's spawn.py does for cold workers."""
+    """As the runner's spawn.py does for cold workers."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         # O_NONBLOCK, because opening a FIFO without a reader would block.
@@ -692,7 +666,6 @@ def _append_to(name: str, path: str, fd: int) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when the runner dies."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)  # The runner is already dead.
@@ -810,7 +783,6 @@ def _show_title(title: str) -> None:
 
 
 def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
-    """Make /proc show this command line and environment, if the kernel allows it."""
     words = b"".join(word + b"\0" for word in argv)
     variables = b"".join(name + b"=" + value + b"\0" for name, value in env.items())
     memory = mmap.mmap(-1, len(words) + len(variables), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -836,10 +808,7 @@ def _show_as(argv: Sequence[bytes], env: Mapping[bytes, bytes]) -> None:
 
 
 def _read_frame(link: socket.socket) -> tuple[dict[str, Any] | None, list[int], bool]:
-    """Read a frame and its descriptors, or return None if the link is closed.
-
-    Also returns whether descriptors were lost because this process had too many open.
-    """
+    """Also return whether descriptors were lost because this process had too many open."""
     header, fds, lost = _read_exactly(link, 4)
     payload = header and _read_exactly(link, struct.unpack(">I", header)[0])[0]
     return json.loads(payload) if payload else None, fds, lost
@@ -873,7 +842,7 @@ def _write_frame(link: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _bytes(text: str) -> bytes:
-    """Return the bytes that a string stands for in the runner, which is in UTF-8 mode."""
+    """The runner is in UTF-8 mode."""
     return text.encode("utf-8", "surrogateescape")
 
 

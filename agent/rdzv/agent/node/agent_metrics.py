@@ -21,22 +21,13 @@ from prometheus_client.registry import Collector
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.errors import InvalidRequestError
-from rdzv.runtime.exposition import (
-    CONTENT_TYPE,
-    Collect,
-    PageParts,
-    add_process,
-    by_label,
-    counted,
-    expiry,
-    http_log,
-)
+from rdzv.runtime import exposition
 from rdzv.transport.addresses import is_loopback
 from rdzv.transport.endpoints import Listen
 
 log = logging.getLogger("rdzv.agent")
 
-_http_log = http_log(
+_http_log = exposition.http_log(
     "rdzv.agent.http", "rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
 )
 
@@ -45,19 +36,17 @@ class AgentMetrics(Collector):
     """One node's metrics, exported to Prometheus."""
 
     def __init__(self, link: ServerLink, placements: Placements | None = None) -> None:
-        """Export the stream and, if the node takes any, the submitted jobs."""
         self._link = link
         self._placements = placements
-        self._parts = PageParts("rdzv_agent_collector_success", "rdzv-agent")
+        self._parts = exposition.PageParts("rdzv_agent_collector_success", "rdzv-agent")
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def add_process(self) -> None:
-        add_process(self._registry)
+        exposition.add_process(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. Called by prometheus-client at each scrape."""
-        parts: dict[str, Collect] = {
+        parts: dict[str, exposition.Collect] = {
             "stream": self._collect_stream,
             "jobs": self._collect_jobs,
             "tls": self._collect_tls,
@@ -65,7 +54,7 @@ class AgentMetrics(Collector):
         if (placements := self._placements) is not None:
             parts["placements"] = lambda: _collect_placements(placements)
         yield from self._parts.collect(parts)
-        yield from counted(self._link.counts.counts)
+        yield from exposition.counted(self._link.counts.counts)
         about = GaugeMetricFamily(
             "rdzv_agent_build_info",
             "1; this agent's properties as labels.",
@@ -89,13 +78,13 @@ class AgentMetrics(Collector):
 
     def _collect_tls(self) -> Iterator[Metric]:
         name = "rdzv_agent_certificate_expiry_timestamp_seconds"
-        yield from expiry(name, self._link.certificate_expires())
+        yield from exposition.expiry(name, self._link.certificate_expires())
 
     def _collect_jobs(self) -> Iterator[Metric]:
         workers = Tally({"starting": 0, "running": 0, "stopping": 0, "parked": 0})
         for job in self._link.counts.jobs:
             workers.update(job.workers())
-        yield by_label("rdzv_agent_workers", "Workers by state.", "state", workers)
+        yield exposition.by_label("rdzv_agent_workers", "Workers by state.", "state", workers)
         yield GaugeMetricFamily(
             "rdzv_agent_stuck_processes",
             "Processes that survive SIGKILL.",
@@ -111,10 +100,10 @@ class AgentMetrics(Collector):
 
 def _collect_placements(placements: Placements) -> Iterable[Metric]:
     occupancy = placements.occupancy()
-    yield by_label(
+    yield exposition.by_label(
         "rdzv_agent_jobs", "Submitted jobs that this node holds.", "state", occupancy.jobs
     )
-    yield by_label("rdzv_agent_gpus", "GPUs by their holder.", "state", occupancy.gpus)
+    yield exposition.by_label("rdzv_agent_gpus", "GPUs by their holder.", "state", occupancy.gpus)
     yield GaugeMetricFamily(
         "rdzv_agent_capacity",
         "How many submitted jobs this node takes at once.",
@@ -131,11 +120,7 @@ async def serving_metrics(
     link: ServerLink,
     placements: Placements | None = None,
 ) -> AsyncIterator[Listen]:
-    """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address.
-
-    Raises:
-        InvalidRequestError: the address cannot be bound.
-    """
+    """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address."""
     metrics = AgentMetrics(link, placements)
     metrics.add_process()
     async with _answering(listen, metrics) as bound:
@@ -166,7 +151,7 @@ def announced(bound: Listen, address: str) -> str:
 @asynccontextmanager
 async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Listen]:
     async def page(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=metrics.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
 
     async def healthz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")

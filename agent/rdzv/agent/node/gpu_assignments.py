@@ -20,7 +20,6 @@ class GpuLedger:
     """One node's places and GPUs, the jobs that hold them, and those that wait for them."""
 
     def __init__(self, capacity: int, uuids: tuple[str, ...]) -> None:
-        """Begin without jobs; `uuids` are all of the node's GPUs."""
         self.capacity = capacity
         self._uuids = uuids
         self._held: dict[Hashable, tuple[str, ...]] = {}
@@ -29,20 +28,14 @@ class GpuLedger:
 
     @classmethod
     def of(cls, resources: NodeResources) -> GpuLedger:
-        """Return the ledger for a node on which nothing is running."""
         return cls(resources.capacity, tuple(gpu.uuid for gpu in resources.gpus))
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
-        """The jobs that are waiting, in order."""
         return tuple(self._waiting)
 
     async def wait(self, key: Hashable, count: int, name: str) -> tuple[str, ...]:
-        """Wait for a place and `count` free GPUs; log a message if job `name` has to wait.
-
-        Raises:
-            InvalidRequestError: this node does not have that many.
-        """
+        """Wait for a place and `count` free GPUs; log a message if job `name` has to wait."""
         self.check(count)
         granted: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
         self._waiting[key] = count, granted
@@ -55,17 +48,12 @@ class GpuLedger:
             del self._waiting[key]
 
     def grant(self) -> None:
-        """Give free places and GPUs to waiting jobs."""
         for key, (count, granted) in self._waiting.items():
             if not granted.done() and (gpus := self.take(key, count)) is not None:
                 granted.set_result(gpus)
 
     def check(self, count: int) -> None:
-        """Refuse a number of GPUs that this node can never provide.
-
-        Raises:
-            InvalidRequestError: this node does not have that many.
-        """
+        """Refuse a number of GPUs that this node can never provide."""
         if count > len(self._uuids):
             raise InvalidRequestError(
                 f"{count} GPUs are requested, but this node has {len(self._uuids)}; ask "
@@ -99,7 +87,6 @@ class GpuLedger:
         return tuple(uuid for uuid in self._uuids if uuid not in held)
 
     def why_not(self, count: int) -> str:
-        """Explain why a job that asks for `count` GPUs has to wait."""
         if len(self._held) >= self.capacity:
             return f"a job to end: {len(self._held)} of {self.capacity} places taken"
         return f"GPUs: {count} requested, {len(self.free)} of {len(self._uuids)} free"

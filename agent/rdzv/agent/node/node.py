@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from rdzv.stores.etcd_config import EtcdConfig
 
 STEP_SIGNAL = signal.SIGURG
-"""Like SIGTERM, for schedulers that signal every process of a job step. All others ignore it unless
-they handle it, so it ends no process that a worker needs to save its state.
-"""
+"""Like SIGTERM, for schedulers that signal every process of a step: others ignore it."""
 
 LOG_FINISH_TIMEOUT_S = 2.0
 """How long log readers may take to get the last lines once the jobs have ended."""
@@ -112,11 +110,7 @@ async def take_part(
 async def metered(
     listen: Listen | None, link: ServerLink, placements: Placements | None = None
 ) -> AsyncIterator[None]:
-    """Serve /metrics and /healthz at `listen` until the body ends; do nothing if it is None.
-
-    Raises:
-        InvalidRequestError: the address cannot be bound.
-    """
+    """Serve /metrics and /healthz at `listen` until the body ends; do nothing if it is None."""
     if listen is None:
         yield
         return
@@ -128,7 +122,6 @@ async def metered(
 
 
 def identity(node_id: str, local_addr: str = "") -> NodeIdentity:
-    """Return the identity that this start of an agent presents to the servers."""
     return NodeIdentity(
         node_id=node_id,
         instance=uuid.uuid4().hex,
@@ -169,7 +162,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
 def _signals_to(
     drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
 ) -> Iterator[Sequence[signal.Signals]]:
-    """Turn termination signals into events; yield those that arrive before there is a driver.
+    """Post signals as events; yield those that come before there is a driver.
 
     Ctrl-C must not interrupt the shutdown of an embedded server, either.
     """

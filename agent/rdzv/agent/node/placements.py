@@ -30,14 +30,8 @@ from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, R
 from rdzv.agent.inventory.health import NodeHealth, describe
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, check_chdir, check_startable
+from rdzv.agent.node import submitted_launch
 from rdzv.agent.node.gpu_assignments import GpuLedger
-from rdzv.agent.node.submitted_launch import (
-    Share,
-    Surroundings,
-    bare_launch,
-    make_launch,
-    working_directory,
-)
 from rdzv.agent.output.run_folders import RunFolder, RunFolders
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import Accounts
@@ -62,8 +56,6 @@ _R = TypeVar("_R")
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A job that this node holds."""
-
     placed: Placed
     gpus: int
     """The number of GPUs that it gets."""
@@ -100,18 +92,14 @@ class Placements:
         self,
         link: ServerLink,
         resources: NodeResources,
-        around: Surroundings,
+        around: submitted_launch.Surroundings,
         folders: RunFolders,
         runners: RunnerRecords,
         adoption: RunnerAdoption,
         health: NodeHealth | None = None,
         accounts: Accounts | None = None,
     ) -> None:
-        """Accept the jobs that `link` receives, within this node's resources.
-
-        `around` is the part of every launch that this node provides, and `accounts` maps submitters
-        to accounts. While one of `health`'s checks fails, no job is accepted.
-        """
+        """While one of `health`'s checks fails, no job is accepted."""
         self._accounts = accounts or Accounts()
         self._link = link
         self._resources = resources
@@ -134,7 +122,6 @@ class Placements:
 
     @property
     def resources(self) -> NodeResources:
-        """This node's places and GPUs for submitted jobs."""
         return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
@@ -151,11 +138,9 @@ class Placements:
         return self._health.failing
 
     def look_again(self) -> None:
-        """Run the health checks again, because an operator has dealt with this node."""
         self._health.look_again()
 
     def placed(self, placed: Placed) -> None:
-        """Accept a job, unless it is already held."""
         if self._leaving or self._handed_over:
             log.info("%s: placed here, but this agent is about to exit", placed.rdzv_id)
             return
@@ -172,7 +157,6 @@ class Placements:
         self._link.say_holdings()
 
     def withdrawn(self, withdrawn: Withdrawn) -> None:
-        """Leave a job that the server has withdrawn."""
         key = withdrawn.rdzv_id, withdrawn.run
         for held in [one for one in self._held if one.placed.key == key]:
             self._give_back(held, withdrawn.reason, withdrawn)
@@ -197,7 +181,7 @@ class Placements:
     # ------------------------------------------------------------------ from agent to agent
 
     async def adopt(self, adopted: Iterable[AdoptedRunner]) -> None:
-        """Adopt the previous agent's jobs. Call this before anything is sent to the server."""
+        """Call this before anything is sent to the server."""
         for one in adopted:
             try:
                 await self._adopt(one)
@@ -244,11 +228,11 @@ class Placements:
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run), ""
         # The job keeps GPUs that the configuration no longer names.
         gpus = kept.granted if kept.granted or self._resources.gpus else None
-        share = Share(gpus, folder.path, kept.account)
+        share = submitted_launch.Share(gpus, folder.path, kept.account)
         around = replace(self._around, environ=kept.environ)
         try:
             await in_time(ADOPT_WITHIN_S, self._folders.open, placed.rdzv_id, placed.run, identity)
-            launch = await make_launch(placed, around, share, job.local_world_size)
+            launch = await submitted_launch.make_launch(placed, around, share, job.local_world_size)
         except (InvalidRequestError, OSError) as error:
             why_not = str(error)
         except Exception as error:
@@ -257,7 +241,7 @@ class Placements:
             )
             why_not = f"a bug in its rdzv-agent: {error!r}"
         if why_not:
-            launch = bare_launch(placed, around, share, job)
+            launch = submitted_launch.bare_launch(placed, around, share, job)
         return replace(launch, job=job), folder, why_not
 
     async def _go_on(self, held: _Held, driver: JobDriver, folder: RunFolder, why_not: str) -> None:
@@ -267,7 +251,6 @@ class Placements:
             self._folders.release(folder)
 
     async def hand_over(self, within_ms: int) -> None:
-        """Leave every running job to the next agent, and accept no more jobs."""
         self._handed_over = True
         for held in tuple(self._held):
             if held.driver is not None:
@@ -305,7 +288,6 @@ class Placements:
         return Occupancy(jobs, gpus)
 
     async def all_gone(self) -> None:
-        """Wait until no job has anything left on this node."""
         while self._held:
             await next(iter(self._held)).gone.wait()
 
@@ -353,7 +335,6 @@ class Placements:
             self._decline(held, f"a bug in its rdzv-agent: {error!r}")
 
     def _let_go(self, held: _Held) -> None:
-        """Forget a job once nothing of it is left."""
         del self._held[held]
         held.gone.set()
         self.ledger.release(held)
@@ -364,12 +345,7 @@ class Placements:
         self._link.decline(held.placed.rdzv_id, held.placed.run, reason)
 
     async def _take_part(self, held: _Held) -> None:
-        """Take part in a job until nothing of it is left.
-
-        Raises:
-            InvalidRequestError: this node cannot run the job.
-            _UnhealthyError: this node is not accepting jobs at the moment.
-        """
+        """Take part in a job until nothing of it is left."""
         placed = held.placed
         await self._runners.former_gone()
         spec = placed.spec
@@ -377,7 +353,7 @@ class Placements:
             held.name, "its account", self._accounts.account_for, spec.submitter, spec.account
         )
         identity = None if account is None else account.identity
-        chdir = working_directory(placed, self._around, account)
+        chdir = submitted_launch.working_directory(placed, self._around, account)
         await _answered(held.name, f"the folder {chdir}", check_chdir, chdir, identity)
         gpus = await self.ledger.wait(held, held.gpus, held.name)
         if failing := await self._health.look(frozenset(gpus)):
@@ -391,8 +367,10 @@ class Placements:
                 f"cannot create its folder in the agent's state_dir: {error}"
             ) from error
         try:
-            share = Share(gpus if self._resources.gpus else None, folder.path, account)
-            launch = await make_launch(placed, self._around, share)
+            share = submitted_launch.Share(
+                gpus if self._resources.gpus else None, folder.path, account
+            )
+            launch = await submitted_launch.make_launch(placed, self._around, share)
             await _answered(held.name, "its script, program or logs", check_startable, launch)
             await self._drive(held, launch, folder, gpus)
         finally:
@@ -417,7 +395,6 @@ class Placements:
         await self._see_through(held, driver, self._begin(held, driver))
 
     def _new_driver(self, launch: Launch, folder: RunFolder, plan: HandoverPlan) -> JobDriver:
-        """Return a job's driver, whose rounds are recorded in the job's folder."""
         kept = plan.placement
         driver = JobDriver(launch, self._link, kept.run, plan, self._examine(kept.granted))
         noting = Aside(ANSWER_WITHIN_S)
@@ -450,7 +427,6 @@ class Placements:
         self._runners.note(driver.runner_pid)
 
     async def _see_through(self, held: _Held, driver: JobDriver, begin: Awaitable[None]) -> None:
-        """Wait for a driver to end, then end whatever is left of its job."""
         bug: Exception | None = None
         try:
             await begin

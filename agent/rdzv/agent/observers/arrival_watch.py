@@ -47,10 +47,6 @@ class ArrivalWatch:
         say: Callable[[Arrivals], None],
         read_clock: Callable[[], Reading | None],
     ) -> None:
-        """Report with `say`; `read_clock` returns the current estimate of the server's clock.
-
-        `running` are the workers at any time, by LOCAL_RANK.
-        """
         self._rdzv_id = rdzv_id
         self._records = records
         self._say = say
@@ -60,7 +56,6 @@ class ArrivalWatch:
         self._watching: asyncio.Task[None] | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start watching a round's workers as they are started."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._watching = asyncio.get_running_loop().create_task(self._watch(assignment))

@@ -22,19 +22,8 @@ from typing import ParamSpec, TypeVar
 
 import msgspec
 
-from rdzv.agent.observers.flight_records import (
-    ENTRIES,
-    FlightRecord,
-    GroupTimes,
-    read_record,
-    read_times,
-)
-from rdzv.agent.runner.descriptors import (
-    SentDescriptorError,
-    close_job_socket,
-    receive_data,
-    short_path,
-)
+from rdzv.agent.observers import flight_records
+from rdzv.agent.runner import descriptors
 from rdzv.agent.system.accounts import Identity, acting_as, open_untrusted
 from rdzv.core.evidence.collectives import GroupRecord
 from rdzv.structs import replace, struct
@@ -67,8 +56,7 @@ HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")
 """The names of torch's handlers for the record, newest first."""
 
 LONG_WAIT_MS = 10_000
-"""How long a dead worker must have waited in a collective for its last response to count. This is
-twice the longest pause between two requests, so the worker ended without leaving the collective.
+"""A dead worker's last response counts if it had waited this long: it did not leave the collective.
 """
 
 _NAME = re.compile(r"collectives\.(\d+)\.([0-9a-f]{8}|why)")
@@ -108,14 +96,13 @@ class LeftRecord:
 
     error: str
     """The error of a collective that ended it, or an empty string if unknown."""
-    record: FlightRecord
+    record: flight_records.FlightRecord
 
 
 class RecordReader:
     """Reads the records of one job's workers, with their account's rights."""
 
     def __init__(self, rdzv_id: str, *, on: bool, identity: Identity | None = None) -> None:
-        """Read nothing unless `on`."""
         self._rdzv_id = rdzv_id
         self.on = on
         self.identity = identity
@@ -125,7 +112,7 @@ class RecordReader:
 
     async def read(
         self, file: str, pid: int, entries: int, timeout_s: float, *, begins: bool = False
-    ) -> FlightRecord:
+    ) -> flight_records.FlightRecord:
         """Return the record of the worker with this progress file, with `entries` per group.
 
         Raises:
@@ -134,7 +121,7 @@ class RecordReader:
         """
         try:
             answer = await self._answer(file, pid, timeout_s)
-            return _read(read_record, answer, time.time_ns(), entries)
+            return _read(flight_records.read_record, answer, time.time_ns(), entries)
         except NoRecordError as error:
             why = str(error)
             if begins and why == NOTHING:
@@ -144,18 +131,16 @@ class RecordReader:
                 log.info("%s: no record of collectives for pid %d: %s", self._rdzv_id, pid, why)
             raise
 
-    async def times(self, file: str, pid: int, timeout_s: float) -> dict[str, GroupTimes]:
-        """Return when the worker with this progress file entered its collectives, by group.
-
-        Raises:
-            NoRecordError: under the same conditions as in `read`, which logs the reason.
-        """
+    async def times(
+        self, file: str, pid: int, timeout_s: float
+    ) -> dict[str, flight_records.GroupTimes]:
+        """Return when the worker with this progress file entered its collectives, by group."""
         answer = await self._answer(file, pid, timeout_s)
         self._latest[pid] = time.time_ns(), answer
-        return _read(read_times, answer, time.time_ns() - time.monotonic_ns())
+        return _read(flight_records.read_times, answer, time.time_ns() - time.monotonic_ns())
 
     def left(
-        self, file: str, pid: int, entries: int = ENTRIES, *, gone: bool = True
+        self, file: str, pid: int, entries: int = flight_records.ENTRIES, *, gone: bool = True
     ) -> LeftRecord | None:
         """Return the record that a worker left when it ended, or None if it left none.
 
@@ -173,7 +158,7 @@ class RecordReader:
             # Torch's clock and the hook's are the same, so the collective's age is exact.
             return LeftRecord(
                 " ".join(head.error.split()),
-                read_record(answer, head.at_ns, entries, failed=head.failed),
+                flight_records.read_record(answer, head.at_ns, entries, failed=head.failed),
             )
         except (OSError, ValueError):
             return self._last_answer(pid, entries) if gone else None
@@ -181,8 +166,8 @@ class RecordReader:
     def _last_answer(self, pid: int, entries: int) -> LeftRecord | None:
         at_ns, answer = self._latest.get(pid, (0, b""))
         try:
-            if answer and read_record(answer, at_ns).waiting_ms >= LONG_WAIT_MS:
-                return LeftRecord("", read_record(answer, time.time_ns(), entries))
+            if answer and flight_records.read_record(answer, at_ns).waiting_ms >= LONG_WAIT_MS:
+                return LeftRecord("", flight_records.read_record(answer, time.time_ns(), entries))
         except ValueError:
             log.debug("cannot read the last response from pid %d", pid)
         return None
@@ -209,7 +194,6 @@ class RecordReader:
         )
 
     def forget(self) -> None:
-        """Drop the last responses, because the round is over."""
         self._latest.clear()
 
     async def _answer(self, file: str, pid: int, timeout_s: float) -> bytes:
@@ -222,7 +206,7 @@ class RecordReader:
                 return await first_answer(Path(file).parent, pid, self.identity)
         except TimeoutError:
             raise NoRecordError("its torch does not answer in time") from None
-        except SentDescriptorError:
+        except descriptors.SentDescriptorError:
             # It is not torch that answers, and each further request would cost a process.
             why = "a process of the job answers with a descriptor, as torch never does"
             if self.on:
@@ -235,11 +219,6 @@ class RecordReader:
 
 
 def _rank(text: str) -> int:
-    """Read a RANK.
-
-    Raises:
-        ValueError: it is none.
-    """
     rank = int(text)
     if 0 <= rank < 1 << 32:
         return rank
@@ -261,7 +240,7 @@ async def first_answer(folder: Path, pid: int, identity: Identity | None) -> byt
     for path in sockets[:MAX_TRIED]:
         try:
             return await _post_each(path, identity)
-        except SentDescriptorError:
+        except descriptors.SentDescriptorError:
             raise
         except OSError as error:
             last = error
@@ -291,7 +270,6 @@ def _why(path: Path) -> str:
 
 
 async def _post_each(path: Path, identity: Identity | None) -> bytes:
-    """Return the response from the first handler that the torch behind a socket has."""
     status = 0
     for handler in HANDLERS:
         status, body = await _post(path, f"/handler/{handler}", identity)
@@ -302,13 +280,12 @@ async def _post_each(path: Path, identity: Identity | None) -> bytes:
 
 
 async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int, bytes]:
-    """Post an empty request; return the response's status and body."""
     loop = asyncio.get_running_loop()
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.setblocking(False)
         # Connecting to a Unix socket succeeds or fails at once, even if its queue is full.
-        with acting_as(identity), short_path(path) as short:
+        with acting_as(identity), descriptors.short_path(path) as short:
             sock.connect(short)
         head = f"POST {target} HTTP/1.1\r\nHost: worker\r\nConnection: close\r\n"
         await loop.sock_sendall(sock, f"{head}Content-Length: 0\r\n\r\n".encode())
@@ -318,7 +295,7 @@ async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int
             if len(answer) > MAX_BYTES:
                 raise NoRecordError(f"its record is larger than {MAX_BYTES >> 20} MiB")
     finally:
-        close_job_socket(sock)
+        descriptors.close_job_socket(sock)
     top, _, body = bytes(answer).partition(b"\r\n\r\n")
     words = top.split(b" ", 2)
     status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
@@ -326,7 +303,6 @@ async def _post(path: Path, target: str, identity: Identity | None) -> tuple[int
 
 
 async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> bytes:
-    """Wait for data from a job; empty at its end."""
     while True:
         readable = loop.create_future()
         loop.add_reader(sock, readable.set_result, None)
@@ -335,4 +311,4 @@ async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> byte
         finally:
             loop.remove_reader(sock)
         with contextlib.suppress(BlockingIOError):
-            return receive_data(sock, 1 << 18)[0]
+            return descriptors.receive_data(sock, 1 << 18)[0]

@@ -67,7 +67,6 @@ class FlightRecord:
 
     @property
     def waits(self) -> bool:
-        """Whether the worker is waiting in a collective."""
         return any(group.pending is not None for group in self.groups)
 
     @property
@@ -88,9 +87,7 @@ class GroupTimes:
     """When one worker entered a process group's collectives, by sequence number."""
 
     at_us: Mapping[int, int]
-    """Times on this machine's monotonic clock, or relative to the collective's end, as negative
-    numbers.
-    """
+    """On this machine's monotonic clock, or before the collective's end, as negative numbers."""
     recorded_us: Mapping[int, int]
     """When each collective was recorded, on the monotonic clock."""
     by_duration: bool = False
@@ -98,11 +95,6 @@ class GroupTimes:
 
 
 def entries_for(world_size: int) -> int:
-    """Return how many of a group's collectives each of `world_size` ranks keeps.
-
-    >>> entries_for(8), entries_for(256), entries_for(100_000)
-    (64, 16, 4)
-    """
     return min(max(ENTRIES_OF_ALL_RANKS // max(world_size, 1), LEAST_ENTRIES), ENTRIES)
 
 
@@ -114,9 +106,6 @@ def read_record(
     `now_ns` is the time of the record on the clock used for the entries' timestamps. With `failed`,
     the worker's latest collective counts as not done, although torch may record its failure as its
     end.
-
-    Raises:
-        ValueError: the record is malformed.
     """
     trace = _decoded(text)
     if failed and trace.entries:
@@ -133,9 +122,6 @@ def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
 
     `clocks_apart_ns` is the difference between the timestamps' clock and the monotonic one. NCCL
     collectives are included only if they have ended and their durations are known.
-
-    Raises:
-        ValueError: the record is malformed.
     """
     found = {}
     for name, entries in list(_by_group(_decoded(text)).items())[:MAX_GROUPS]:

@@ -17,13 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rdzv.agent.core.hang_decision import (
-    AUTO_LEAST_MS,
-    UNINTERRUPTIBLE,
-    Observation,
-    WorkerActivity,
-    timeout_ms,
-)
+from rdzv.agent.core import hang_decision
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import LEAST_ENTRIES
 from rdzv.agent.observers.stack_sampling import process_state
@@ -54,7 +48,7 @@ SAY_AGAIN_MS = 20_000
 class _Worker:
     pid: int
     file: str
-    activity: WorkerActivity
+    activity: hang_decision.WorkerActivity
     hung: str = ""
     first: int | None = None
     """How many collectives it had completed when it first responded."""
@@ -96,7 +90,6 @@ class HangWatch:
         self._said_ms = 0
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start watching a round's workers as they are started."""
         self.close_round()
         self._assignment = assignment
         self._begin_looking()
@@ -112,9 +105,8 @@ class HangWatch:
             self._begin_looking()
 
     def worker_started(self, local_rank: int, pid: int, file: str) -> None:
-        """Watch a worker that writes its progress to this file, which is empty if there is none."""
         if self._assignment is not None:
-            self._workers[local_rank] = _Worker(pid, file, WorkerActivity())
+            self._workers[local_rank] = _Worker(pid, file, hang_decision.WorkerActivity())
 
     def worker_exited(self, local_rank: int) -> None:
         worker = self._workers.pop(local_rank, None)
@@ -123,7 +115,6 @@ class HangWatch:
             self._report()
 
     def close_round(self) -> None:
-        """Stop watching, because the workers are being stopped or are gone."""
         self._disarm()
         if self._asking is not None:
             self._asking.cancel()
@@ -133,7 +124,6 @@ class HangWatch:
         self._workers, self._assignment = {}, None
 
     def say_again(self) -> None:
-        """Report the hung workers to a server that may not know about them."""
         if self._hung():
             self._report()
 
@@ -183,7 +173,7 @@ class HangWatch:
             worker.activity = before.after(self._seen(worker), passed_ms)
             if worker.activity.intervals_ms is not before.intervals_ms:
                 self._longest_ms = max(self._longest_ms, worker.activity.intervals_ms[-1])
-            limit_ms = timeout_ms(self._timeout, worker.activity, self._longest_ms)
+            limit_ms = hang_decision.timeout_ms(self._timeout, worker.activity, self._longest_ms)
             hung = worker.activity.why_hung(limit_ms)
             if bool(hung) != bool(worker.hung):
                 changed = True
@@ -193,29 +183,32 @@ class HangWatch:
             self._report()
         self._arm()
 
-    def _seen(self, worker: _Worker) -> Observation:
+    def _seen(self, worker: _Worker) -> hang_decision.Observation:
         state = process_state(worker.pid)
-        switches = _switches(worker.pid) if state == UNINTERRUPTIBLE else None
+        switches = _switches(worker.pid) if state == hang_decision.UNINTERRUPTIBLE else None
         with acting_as(self._identity):
             report, exits = _last_report(worker.file), _is_over(worker.file, worker.pid)
         # Without a process, its exit is still to be handled.
         exits = exits or state in (ZOMBIE, "")
         if report is not None or worker.completed is None or exits:
-            return Observation(report, state, switches, exits=exits)
+            return hang_decision.Observation(report, state, switches, exits=exits)
         late_ms = 2 * self._ask_every_ms + int(ASK_TIMEOUT_S * 1000)
         # A worker stopped by a signal completes nothing, and does not respond.
         known = state == STOPPED or self._now_ms() - worker.answered_ms < late_ms
-        return Observation(None, state, switches, worker.completed, self._ask_every_ms, known)
+        return hang_decision.Observation(
+            None, state, switches, worker.completed, self._ask_every_ms, known
+        )
 
     # ------------------------------------------------------------------ counts of collectives
 
     @property
     def _ask_every_ms(self) -> int:
         assert self._timeout is not None
-        return max((self._timeout.ms or AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS)
+        return max(
+            (self._timeout.ms or hang_decision.AUTO_LEAST_MS) // LOOKS_PER_TIMEOUT, ASK_LEAST_MS
+        )
 
     def _ask(self, now_ms: int) -> None:
-        """Ask workers without a progress file about their collectives, if this is due."""
         reader, due = self._records, now_ms - self._asked_ms >= self._ask_every_ms
         if reader is None or not reader.on or not due or self._asking is not None:
             return
@@ -260,7 +253,6 @@ class HangWatch:
             log.warning("%s: RANK %d (pid %d) no longer hangs", *who)
 
     def _remember(self, worker: _Worker) -> None:
-        """Remember how long a worker that hung until now was silent."""
         self._longest_ms = max(self._longest_ms, worker.activity.silent_ms)
 
     def _hung(self) -> Mapping[int, _Worker]:
@@ -300,7 +292,6 @@ def _is_over(file: str, pid: int) -> bool:
 
 
 def _switches(pid: int) -> int | None:
-    """Return a process's number of context switches."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         found = [int(line.split()[1]) for line in lines if "ctxt_switches:" in line]

@@ -24,13 +24,9 @@ from rdzv.messages import Hung
 log = logging.getLogger("rdzv.agent")
 
 HELD_S = 6.0
-"""How long an exit is held back for the server to find out which rank its collective was waiting
-for.
-"""
+"""How long an exit is held back for the server to find whom its collective waited for."""
 CUT_S = 1.0
-"""The same for a lost connection, unless the server asks in the meantime. The loss may result from
-a timeout elsewhere, but most often results from an exit.
-"""
+"""The same for a lost connection, unless the server asks: it most often follows an exit."""
 
 
 class HeldExits:
@@ -45,7 +41,6 @@ class HeldExits:
         self._limit: asyncio.Timeout | None = None
 
     def open_round(self, assignment: Assignment) -> None:
-        """Start holding back exits of a round's workers."""
         self.close_round()
         if self._records.on and assignment.world_size > 1:
             self._assignment, self._over = assignment, asyncio.Event()

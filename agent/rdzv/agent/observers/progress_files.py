@@ -87,12 +87,10 @@ class WorkerPace:
 
     @property
     def step(self) -> int | None:
-        """The last step, or None before the first."""
         return self.seen[-1][1] if self.seen else None
 
     @property
     def at_ms(self) -> int:
-        """When the last step was seen."""
         return self.seen[-1][0]
 
     @property
@@ -109,8 +107,6 @@ class WorkerPace:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """One worker's file."""
-
     path: Path
     rank: int
     pace: WorkerPace = field(default_factory=WorkerPace)
@@ -163,10 +159,6 @@ class ProgressFiles:
         identity: Identity | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
-        """Report progress with `say`; the files are `below` a folder, by default the temporary one.
-
-        They belong to the workers' account, and are accessed with its rights.
-        """
         self._say = say
         self._now_ms = now_ms
         self._identity = identity
@@ -198,14 +190,12 @@ class ProgressFiles:
         self._follow(assignment, paths)
 
     def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
-        """Take over the previous agent's folder, and its files of a round."""
         self._folder = folder
         if folder is not None and assignment is not None:
             self._follow(assignment, self._paths(folder, size))
 
     @property
     def folder(self) -> Path | None:
-        """The folder that contains the files, or None before there are any."""
         return self._folder
 
     @staticmethod
@@ -225,7 +215,6 @@ class ProgressFiles:
         return str(self._files[local_rank].path) if self._files else ""
 
     def say_again(self) -> None:
-        """Report progress again to a server that may not know about it."""
         if self._assignment is not None:
             self._report(self._assignment)
 

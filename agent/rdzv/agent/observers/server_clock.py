@@ -39,7 +39,6 @@ class ServerClock:
         self._answers.clear()
 
     def note(self, sent_ns: int, heard_ns: int, server_us: int) -> None:
-        """Record the server's time in a response, and this node's monotonic times around it."""
         middle_us = (sent_ns + heard_ns) // 2_000
         error_us = (heard_ns - sent_ns) // 2_000 + ROUNDING_US
         self._answers.append((heard_ns, server_us + ROUNDING_US - middle_us, error_us))

@@ -29,9 +29,7 @@ log = logging.getLogger("rdzv.agent")
 TIMEOUT_S = 5.0
 """How long a round's end, or the first round's start, waits for the file system."""
 MAX_ENTRIES = 20_000
-"""The maximum number of a folder's entries examined, starting with the top levels, which have the
-new files.
-"""
+"""How many of a folder's entries are examined, from the top, where new files are."""
 
 
 Sight = tuple[int, int, int]
@@ -39,11 +37,7 @@ Sight = tuple[int, int, int]
 
 
 def look(path: Path) -> Sight:
-    """Examine a file, or a folder with everything in it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Examine a file, or a folder with everything in it."""
     try:
         first = path.stat()
     except FileNotFoundError:
@@ -85,7 +79,6 @@ class SnapshotFileWatch:
         self._warned = False
 
     async def begin_round(self) -> None:
-        """Examine the path before the workers change it."""
         if self._path is not None and not self._looked:
             await self._look_aside(self._path)
 

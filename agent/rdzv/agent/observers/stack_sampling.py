@@ -43,19 +43,15 @@ from rdzv.structs import replace, struct
 log = logging.getLogger("rdzv.agent")
 
 RECORD_TIMEOUT_S = 3.0
-"""How long torch may take to return one worker's record, which normally takes a few milliseconds.
-"""
+"""How long torch may take to return a worker's record; usually a few milliseconds."""
 PY_SPY_TIMEOUT_S = 5.0
 """How long py-spy may take for one worker, which normally takes about 20 ms."""
 ON_THE_WAY_S = 1.0
 """How much of the server's deadline is reserved for sending the stacks."""
 MAX_ASKED = 8
-"""The maximum number of concurrent requests for one job. The server has a lower limit of its own.
-"""
+"""Requests for one job at a time. The server has a lower limit of its own."""
 AT_ONCE = 4
-"""The maximum number of workers sampled at once, because py-spy uses CPU to read a worker's
-libraries.
-"""
+"""Workers sampled at a time, because py-spy takes CPU to read a worker's libraries."""
 
 MAX_THREADS = 32
 MAX_FRAMES = 64
@@ -84,7 +80,6 @@ class Target:
 
 
 def find_py_spy() -> str | None:
-    """Return py-spy's path, next to the agent's interpreter or on PATH, or None if not found."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
@@ -99,7 +94,6 @@ class StackAnswers:
     """Handles requests for the stacks of one job's workers on this node."""
 
     def __init__(self, say: Say, records: RecordReader) -> None:
-        """Send stacks with `say`, which waits until there is room in the stream."""
         self._say = say
         self._records = records
         self._tasks: set[asyncio.Task[None]] = set()
@@ -132,7 +126,6 @@ class StackAnswers:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop handling requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -244,7 +237,6 @@ async def _take(
 async def _look(
     py_spy: str | None, target: Target, timeout_s: float, identity: Identity | None
 ) -> WorkerStack | None:
-    """Sample one worker; return None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None
@@ -288,13 +280,7 @@ async def _look(
 async def _run(
     py_spy: str, pid: int, way: Sequence[str], timeout_s: float, rights: Mapping[str, Any]
 ) -> bytes:
-    """Return py-spy's output for a process.
-
-    Raises:
-        OSError: it cannot be started, or says too much.
-        ValueError: it fails; the message gives the reason.
-        TimeoutError: it took too long, and was killed.
-    """
+    """Return py-spy's output for a process."""
     try:
         code, output, complaint = await ask_spared(
             py_spy,
@@ -356,11 +342,7 @@ def _ptrace_scope() -> int:
 
 
 def parse_dump(text: bytes, pid: int) -> tuple[ThreadStack, ...]:
-    """Parse the output of `py-spy dump --json`, main thread first; long stacks are truncated.
-
-    Raises:
-        ValueError: the output is something else, or has no thread.
-    """
+    """Parse the output of `py-spy dump --json`, main thread first; long stacks are truncated."""
     try:
         said = json.loads(text)
         main = _main_thread(said, pid)
@@ -408,7 +390,6 @@ def _thread(said: Any, *, main: bool) -> ThreadStack:
 
 
 def process_state(pid: int) -> str:
-    """Return a process's state, as one letter from /proc/PID/stat, or "" if it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return text.rpartition(")")[2].split()[0]
@@ -417,7 +398,6 @@ def process_state(pid: int) -> str:
 
 
 def _from_proc(target: Target, note: str) -> WorkerStack | None:
-    """Return a process's publicly readable state, or None if it has exited."""
     state = process_state(target.pid)
     if state == "":
         return None

@@ -91,9 +91,6 @@ def parse_ranks(text: str) -> frozenset[int] | None:
 
     >>> sorted(parse_ranks("0,2")), parse_ranks("")
     ([0, 2], None)
-
-    Raises:
-        InvalidRequestError: it is not such a list.
     """
     if not text:
         return None
@@ -134,9 +131,6 @@ class Tee:
         This applies to files followed until the next `unfollow`. torchrun calls the new files
         `filtered_stdout.log` and `filtered_stderr.log`, and puts them next to the workers' folders;
         their lines have the same prefixes as the console's.
-
-        Raises:
-            OSError: the file cannot be created.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         pump = _Pump(os.open(path, flags, 0o666), str(path))
@@ -165,7 +159,6 @@ class Tee:
             pump.end_all()
 
     def pending(self, stream: OutputStream) -> int:
-        """Return the number of files that are followed, or not yet copied to the console."""
         return self._consoles[stream].pending
 
     async def drain(self, timeout_s: float) -> bool:
@@ -236,7 +229,6 @@ class _Pump:
         return len(self._files)
 
     def follow(self, file: TailedFile) -> None:
-        """Copy a file until `end_all`."""
         with self._changed:
             if not self.is_over:
                 self._files[file] = 0
@@ -253,7 +245,6 @@ class _Pump:
             self._wake()
 
     def finish(self) -> None:
-        """End once all currently followed files have been copied."""
         with self._changed:
             self._finishing = True
             self._wake()

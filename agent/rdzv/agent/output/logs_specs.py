@@ -30,16 +30,11 @@ class LogsSpecs:
     """The agent's handle on the user's LogsSpecs."""
 
     def __init__(self, local_world_size: int) -> None:
-        """Set up nothing until `open` is called."""
         self._local_world_size = local_world_size
         self._side: SideProcess | None = None
 
     async def open(self, launch: Launch) -> None:
-        """Load and instantiate the class.
-
-        Raises:
-            InvalidRequestError: there is no such entry point, or its class cannot be instantiated.
-        """
+        """Load and instantiate the class."""
         output = launch.output
         options = {
             "role": "logs_specs",
@@ -63,11 +58,7 @@ class LogsSpecs:
         await self._side.ready(option)
 
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
-        """Return the output paths for a round's workers.
-
-        Raises:
-            OSError: the class returns no usable result.
-        """
+        """Return the output paths for a round's workers."""
         try:
             async with asyncio.timeout(REIFY_TIMEOUT_S):
                 told = await self._ask(round_, environs)
@@ -92,7 +83,6 @@ class LogsSpecs:
         return told
 
     async def close(self) -> None:
-        """End the process."""
         if self._side is not None:
             side, self._side = self._side, None
             await side.close(CLOSE_TIMEOUT_S)

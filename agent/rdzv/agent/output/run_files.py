@@ -76,7 +76,6 @@ class Written:
     """Gives readers access to the output files of a job's workers on this node, by round."""
 
     def __init__(self, identity: Identity | None = None) -> None:
-        """Begin without any rounds; the workers run under this account."""
         self._identity = identity
         self._rounds: dict[int, WrittenRound] = {}
         self._live: int | None = None
@@ -95,24 +94,19 @@ class Written:
 
     @property
     def last(self) -> int | None:
-        """The latest round, or None before the first."""
         return max(self._rounds, default=None)
 
     def at(self, number: int) -> WrittenRound | None:
-        """Return a round in which this node took part, or None if it is no longer known."""
         return self._rounds.get(number)
 
     def next(self, number: int) -> WrittenRound | None:
-        """Return this node's first round with this number or a higher one."""
         found = min((n for n in self._rounds if n >= number), default=None)
         return None if found is None else self._rounds[found]
 
     def is_over(self, number: int) -> bool:
-        """Return whether a round's workers have finished writing."""
         return number != self._live
 
     def begin(self, assignment: Assignment, output: RoundOutput) -> None:
-        """Record that workers are about to be started."""
         self._rounds[assignment.round] = WrittenRound(
             assignment.round, assignment.rank_first, output.workers, self._identity, assignment.run
         )
@@ -122,12 +116,10 @@ class Written:
         self._tell()
 
     def end_round(self) -> None:
-        """Record that the workers are gone."""
         self._live = None
         self._tell()
 
     def end(self) -> None:
-        """Record that the job has ended on this node."""
         self._live, self.ended = None, True
         self._tell()
 
@@ -164,11 +156,7 @@ class RunLogs:
         """The folder made because none was given, and its lock."""
 
     def open_round(self, assignment: Assignment, local_world_size: int) -> Path:
-        """Create a round's folder, with a folder for each worker; return it, or `NO_FILES`.
-
-        Raises:
-            OSError: a directory cannot be created.
-        """
+        """Create a round's folder, with a folder for each worker; return it, or `NO_FILES`."""
         with acting_as(self._identity):
             return self._open_round(assignment, local_world_size)
 

@@ -53,13 +53,11 @@ class RunFolder:
     """A run's folder on this node."""
 
     def __init__(self, path: Path) -> None:
-        """Use a folder, which may not exist."""
         self.path = path
         self.index = path.with_name(path.name + INDEX)
         self._noted: int | None = None
 
     def note(self, written: Written) -> None:
-        """Record the output paths of a round's workers, if the round is new."""
         if written.last is None or written.last == self._noted:
             return
         found = written.at(written.last)
@@ -85,16 +83,12 @@ class RunFolders:
         self._in_use: set[Path] = set()
 
     def folder(self, rdzv_id: str, run: str) -> RunFolder:
-        """Return a run's folder, without checking that it exists."""
         return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run))
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
         """Create a run's folder, which is in use until `release`.
 
         With an identity, it belongs to that account, and no other account may read it.
-
-        Raises:
-            OSError: it cannot be created, or belongs to another account.
         """
         path = self._base / folder_name(rdzv_id) / folder_name(run)
         with self._lock:

@@ -26,10 +26,7 @@ class TailedFile:
         needles: tuple[bytes, ...] = (),
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """Copy a file's lines with a prefix; with `needles`, only lines that contain one of them.
-
-        At most `chunk_bytes` are read at once.
-        """
+        """With `needles`, copy only lines that contain one; read at most `chunk_bytes` at once."""
         self.path = path
         self._prefix = prefix
         self._needles = needles

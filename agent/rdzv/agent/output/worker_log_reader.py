@@ -45,7 +45,6 @@ class WorkerLogReader:
     """Handles one stream's requests, for all of a node's jobs."""
 
     def __init__(self, say: Callable[[LogPiece], Awaitable[None]]) -> None:
-        """Send pieces with `say`, which waits until there is room for one."""
         self._say = say
         self.past: Callable[[str, Sequence[str]], Written | None] = lambda *_: None
         """Finds the output of runs of a job that has left this node. Called in the reader thread.
@@ -59,11 +58,9 @@ class WorkerLogReader:
         as long as a reader, or a read that hangs."""
 
     def serve(self, rdzv_id: str, written: Written) -> None:
-        """Handle requests for a job from now on."""
         self._written[rdzv_id] = written
 
     def forget(self, rdzv_id: str) -> None:
-        """Treat a job as one that has left this node."""
         self._written.pop(rdzv_id, None)
 
     def read(self, asked: ReadLog) -> None:
@@ -80,14 +77,12 @@ class WorkerLogReader:
         reader.task = asyncio.create_task(self._answer(asked, reader, refusal))
 
     def stop(self, number: int) -> None:
-        """Send a reader nothing more."""
         if (reader := self._readers.pop(number, None)) is not None:
             reader.stop()
         if not self._readers:
             self._all_read.set()
 
     def stop_all(self) -> None:
-        """Send nothing more, because the stream has ended."""
         for number in tuple(self._readers):
             self.stop(number)
 
@@ -99,7 +94,6 @@ class WorkerLogReader:
                     await self._all_read.wait()
 
     def close(self) -> None:
-        """Stop all readers."""
         self.stop_all()
 
     async def _answer(self, asked: ReadLog, reader: _Reader, refusal: str) -> None:
@@ -139,8 +133,6 @@ class WorkerLogReader:
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """A reader on its way from piece to piece."""
-
     aside: Aside
     written: Written | None = None
     task: asyncio.Task[None] | None = None
@@ -157,8 +149,6 @@ def _own(found: WrittenRound | None, asked: ReadLog) -> WrittenRound | None:
 
 
 class _Look:
-    """A look for the piece that one request asks for."""
-
     def __init__(self, asked: ReadLog, written: Written, aside: Aside) -> None:
         self._asked = asked
         self._written = written
@@ -201,7 +191,6 @@ class _Look:
     async def _begin(
         self, round_: WrittenRound, files: Sequence[_File], nowhere: Sequence[str]
     ) -> LogPiece:
-        """Determine where to begin in each file."""
         for file in files:
             if not file.placed:
                 await self._aside.answer(self._place, file)
@@ -293,7 +282,6 @@ class _Look:
             file.offset = tail(file.path, size, asked.tail_bytes, asked.tail_lines, file.identity)
 
     def _read_one(self, files: Iterable[_File], over: bool) -> tuple[_File, bytes, str] | None:
-        """Read from the first file that has more."""
         for file in files:
             data, error = b"", ""
             try:
@@ -324,8 +312,6 @@ def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """A file, and the position up to which it has been sent."""
-
     path: Path
     identity: Identity | None
     """The account whose rights are used to open it."""
@@ -360,11 +346,7 @@ class _File:
 
 
 class _Opened:
-    """A regular file that is open for reading and was not reached through a link.
-
-    Its folders belong to the workers' account, which may replace them with links, so they are
-    accessed with that account's rights.
-    """
+    """A regular file, opened with the account's rights: it may replace folders with links."""
 
     def __init__(self, path: Path, identity: Identity | None) -> None:
         self._path = path
