@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Columns, Page, bold
-from rdzv.view.ledger import Comeback, Cost, Ledger, LedgerPhase
-from rdzv.view.reports import JobLine, Loss, Report
-
-T = TypeVar("T")
+from rdzv.view.ledger import Ledger, LedgerPhase
+from rdzv.view.reports import Report
 
 NO_STEPS = (
     "No progress is reported: training counts from the first collective or, where none is "
@@ -53,45 +51,58 @@ def cause_name(cause: str) -> str:
     return cause or "the start"
 
 
-COMEBACKS: Mapping[str, Callable[[Comeback], str]] = {
-    "workers": lambda one: one.way,
-    "times": lambda one: str(one.times),
-    "each": lambda one: duration(one.ms // one.times),
-    "time": lambda one: duration(one.ms),
-    "node-hours": lambda one: hours(one.node_ms),
-}
-"""The columns of the table that shows how rounds began."""
-
-RUN_JOBS: Mapping[str, Callable[[JobLine], str]] = {
-    "job": lambda job: job.rdzv_id,
-    "runs": lambda job: str(job.runs),
-    "time": lambda job: duration(job.wall_ms),
-    "goodput": lambda job: share(job.goodput, steps_reported=job.steps_reported),
-    "lost node-hours": lambda job: hours(job.lost_node_ms),
-    "lost GPU-hours": lambda job: hours(job.lost_gpu_ms),
-}
+Tables = Iterable[tuple[str, Mapping[str, Callable[[Any], str]], Sequence[Any]]]
+"""The tables of a report, as text and as a page: the title, columns and rows of each."""
 
 
-def cost_columns(gpus_per_node: int | None) -> Mapping[str, Callable[[Cost], str]]:
-    gpus = gpus_per_node
-    return {
-        "cause": lambda cost: cause_name(cost.cause),
-        "node": lambda cost: cost.node_id,
-        "times": lambda cost: str(cost.times) if cost.cause else "",
-        "time": lambda cost: duration(cost.ms),
-        "node-hours": lambda cost: hours(cost.node_ms),
-        "GPU-hours": lambda cost: hours(None if gpus is None else cost.node_ms * gpus),
-    }
+def run_tables(found: Ledger) -> Tables:
+    """Yield what a run lost, and how its rounds began."""
+    gpus = found.gpus_per_node
+    if found.costs:
+        columns: Mapping[str, Callable[[Any], str]] = {
+            "cause": lambda cost: cause_name(cost.cause),
+            "node": lambda cost: cost.node_id,
+            "times": lambda cost: str(cost.times) if cost.cause else "",
+            "time": lambda cost: duration(cost.ms),
+            "node-hours": lambda cost: hours(cost.node_ms),
+            "GPU-hours": lambda cost: hours(None if gpus is None else cost.node_ms * gpus),
+        }
+        yield "What it cost", columns, found.costs
+    if found.comebacks:
+        columns = {
+            "workers": lambda one: one.way,
+            "times": lambda one: str(one.times),
+            "each": lambda one: duration(one.ms // one.times),
+            "time": lambda one: duration(one.ms),
+            "node-hours": lambda one: hours(one.node_ms),
+        }
+        yield "How long until it trained again", columns, found.comebacks
 
 
-def loss_columns(name: str) -> Mapping[str, Callable[[Loss], str]]:
-    return {
-        name: lambda loss: cause_name(loss.name),
+def all_tables(found: Report) -> Tables:
+    """Yield what all jobs lost, by cause, by node and by job."""
+    losses: Mapping[str, Callable[[Any], str]] = {
         "times": lambda loss: str(loss.times),
         "time": lambda loss: duration(loss.ms),
         "node-hours": lambda loss: hours(loss.node_ms),
         "GPU-hours": lambda loss: hours(loss.gpu_ms),
     }
+    yield (
+        "Which causes cost most",
+        {"cause": lambda it: cause_name(it.name), **losses},
+        found.causes,
+    )
+    if found.nodes:
+        yield "Which nodes cost most", {"node": lambda it: it.name, **losses}, found.nodes
+    columns: Mapping[str, Callable[[Any], str]] = {
+        "job": lambda job: job.rdzv_id,
+        "runs": lambda job: str(job.runs),
+        "time": lambda job: duration(job.wall_ms),
+        "goodput": lambda job: share(job.goodput, steps_reported=job.steps_reported),
+        "lost node-hours": lambda job: hours(job.lost_node_ms),
+        "lost GPU-hours": lambda job: hours(job.lost_gpu_ms),
+    }
+    yield "Jobs", columns, found.jobs
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
@@ -112,12 +123,7 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
     )
     lines += [line for note in notes(found) for line in page.sentence(note)]
     lines += _section("Where the time went", _phases(found.phases, page), page)
-    if found.costs:
-        costs = _first(found.costs, cost_columns(gpus), "cause", page)
-        lines += _section("What it cost", costs, page)
-    if found.comebacks:
-        ways = _first(found.comebacks, COMEBACKS, "way", page)
-        lines += _section("How long until it trained again", ways, page)
+    lines += _listed(run_tables(found), page)
     if others:
         columns: Columns[Ledger] = {
             "RUN": lambda run: "?" if run.run_number is None else str(run.run_number),
@@ -157,15 +163,17 @@ def _phases(phases: Mapping[str, int], page: Page) -> list[str]:
     return page.table(rows, columns) if rows else ["no time yet"]
 
 
-def _first(
-    found: Sequence[T], columns: Mapping[str, Callable[[T], str]], noun: str, page: Page
-) -> list[str]:
-    if not found:
-        return ["none"]
-    capital = {title.upper(): text_of for title, text_of in columns.items()}
-    lines, left = page.table(found[:LISTED], capital), len(found) - LISTED
-    if left > 0:
-        lines.append(f"and {counted(left, f'more {noun}')}; -o json has all of them")
+def _listed(tables: Tables, page: Page) -> list[str]:
+    """Format the first rows of each table, and count the others."""
+    lines = []
+    for title, columns, found in tables:
+        capital = {name.upper(): text_of for name, text_of in columns.items()}
+        rows, left = page.table(found[:LISTED], capital), len(found) - LISTED
+        if left > 0:
+            rows.append(
+                f"and {counted(left, f'more {next(iter(columns))}')}; -o json has all of them"
+            )
+        lines += _section(title, rows if found else ["none"], page)
     return lines
 
 
@@ -183,10 +191,4 @@ def report(found: Report, page: Page) -> str:
     if not bound:
         lines += page.sentence(NO_STEPS)
     lines += _section("Where the time went", _phases(found.phases, page), page)
-    causes = _first(found.causes, loss_columns("cause"), "cause", page)
-    lines += _section("Which causes cost most", causes, page)
-    if found.nodes:
-        nodes = _first(found.nodes, loss_columns("node"), "node", page)
-        lines += _section("Which nodes cost most", nodes, page)
-    lines += _section("Jobs", _first(found.jobs, RUN_JOBS, "job", page), page)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_listed(all_tables(found), page)])

@@ -8,23 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
-from typing import TypeVar
+from typing import Any
 
 from rdzv.core.words import duration
-from rdzv.ctl.as_text_report import (
-    COMEBACKS,
-    RUN_JOBS,
-    cause_name,
-    cost_columns,
-    hours,
-    loss_columns,
-    notes,
-    share,
-)
+from rdzv.ctl.as_text_report import all_tables, cause_name, hours, notes, run_tables, share
 from rdzv.view.ledger import Interval, Ledger, LedgerPhase
 from rdzv.view.reports import Loss, Report
-
-T = TypeVar("T")
 
 COLOURS: Mapping[str, str] = {
     LedgerPhase.QUEUED: "#b8bfcc",
@@ -76,12 +65,8 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
         "<h2>Where the time went</h2>",
         _bars((phase, ms, COLOURS[phase]) for phase, ms in found.phases.items() if ms),
     ]
-    if found.costs:
-        costs = _table(cost_columns(found.gpus_per_node), found.costs)
-        body += ["<h2>What it cost</h2>", costs]
-    if found.comebacks:
-        ways = _table(COMEBACKS, found.comebacks)
-        body += ["<h2>How long until it trained again</h2>", ways]
+    for title, columns, rows in run_tables(found):
+        body += [f"<h2>{title}</h2>", _table(columns, rows)]
     if others:
         body += ["<h2>Other runs</h2>", *(_other(run) for run in others)]
     return _page(f"{rdzv_id}: {number}", body)
@@ -97,13 +82,13 @@ def report(found: Report) -> str:
         f"<p>of {hours(found.node_ms)} node-hours were training.</p>",
         "<h2>Where the time went</h2>",
         _bars((phase, ms, COLOURS[phase]) for phase, ms in found.phases.items() if ms),
-        "<h2>Which causes cost most</h2>",
-        *_losses("cause", found.causes),
-        "<h2>Which nodes cost most</h2>",
-        *_losses("node", found.nodes),
-        "<h2>Jobs</h2>",
-        _table(RUN_JOBS, found.jobs),
     ]
+    for title, columns, rows in all_tables(found):
+        body += [
+            f"<h2>{title}</h2>",
+            *_losses(rows),
+            _table(columns, rows) if rows else "<p>None.</p>",
+        ]
     return _page(f"All jobs in the last {since}", body)
 
 
@@ -196,12 +181,11 @@ def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = 
     return "".join([*parts, "</svg>"])
 
 
-def _losses(name: str, losses: Sequence[Loss]) -> list[str]:
-    if not losses:
-        return ["<p>None.</p>"]
-    most = ((cause_name(loss.name), loss.node_ms, "#d1495b") for loss in losses[:20])
-    bars = _bars(most, lambda node_ms: f"{hours(node_ms)} node-hours")
-    return [bars, _table(loss_columns(name), losses)]
+def _losses(rows: Sequence[Any]) -> list[str]:
+    """Draw the largest losses, unless the rows are something else."""
+    losses = [row for row in rows[:20] if isinstance(row, Loss)]
+    most = [(cause_name(loss.name), loss.node_ms, "#d1495b") for loss in losses]
+    return [_bars(most, lambda node_ms: f"{hours(node_ms)} node-hours")] if most else []
 
 
 def _other(run: Ledger) -> str:
@@ -211,7 +195,7 @@ def _other(run: Ledger) -> str:
     return f"<p>{escape(text)}</p>{_band(run.intervals)}"
 
 
-def _table(columns: Mapping[str, Callable[[T], str]], found: Sequence[T]) -> str:
+def _table(columns: Mapping[str, Callable[[Any], str]], found: Sequence[Any]) -> str:
     """Format a table without its empty columns; `_WORDS` names the columns that hold text."""
     cells = {title: [text_of(one) for one in found] for title, text_of in columns.items()}
     filled = {title: texts for title, texts in cells.items() if any(texts)}
