@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
 from typing import Any
 
 from rdzv.core.words import counted
-from rdzv.structs import struct
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.life import Round, Run, following, name_present, node_of, runs_of
+from rdzv.view.life import Round, Run, name_present, node_of, runs_of
 
 _JOB_TRACK = 0
 
@@ -32,25 +30,6 @@ _ACROSS = {"RoundEnded", "RunBegan", "RunEnded", "WorkerFailed", "NodeLost"}
 _BAD_CAUSES = {"worker failure", "node lost", "store host", "start failed"}
 
 
-class TracePhase(StrEnum):
-    """A phase of a job."""
-
-    FORMING = "forming"
-    LIVE = "live"
-    STOPPING = "stopping"
-
-
-@struct(frozen=True)
-class Span:
-    """The time that a job spent in one phase."""
-
-    phase: TracePhase
-    round: Round | None
-    """The round that was forming, live or stopping, or None if a forming phase led to no round."""
-    since_ms: int
-    until_ms: int
-
-
 def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
     events: list[dict[str, Any]] = []
     for number, run in enumerate(runs_of(history), 1):
@@ -62,30 +41,6 @@ def trace(status: JobStatus, history: Sequence[Event], now_ms: int) -> str:
         "traceEvents": sorted(events, key=lambda event: (event["ph"] != "M", event.get("ts", 0))),
     }
     return json.dumps(document, ensure_ascii=True, indent=1)
-
-
-def spans_of(run: Run, until_ms: int) -> Iterator[Span]:
-    """Yield the phases of a run in order, cutting a phase that has not ended at `until_ms`."""
-    yield from _between(run, None, until_ms)
-    for round_ in run.rounds:
-        live_ms = until_ms if round_.live_until_ms is None else round_.live_until_ms
-        yield Span(TracePhase.LIVE, round_, round_.at_ms, live_ms)
-        yield from _between(run, round_, until_ms)
-
-
-def _between(run: Run, before: Round | None, until_ms: int) -> Iterator[Span]:
-    """Yield the phases after a round, or before the first one: stopping, then forming."""
-    after = following(run, before) if before is not None else run.rounds[0] if run.rounds else None
-    since_ms = run.began_ms if before is None else before.live_until_ms
-    if since_ms is None or (after is not None and after.adopted):
-        return
-    end_ms = until_ms if after is None else after.at_ms
-    if before is not None:
-        settled_ms = end_ms if before.settled_ms is None else before.settled_ms
-        yield Span(TracePhase.STOPPING, before, since_ms, settled_ms)
-        since_ms = settled_ms
-    if since_ms < end_ms:
-        yield Span(TracePhase.FORMING, after, since_ms, end_ms)
 
 
 class _Process:
@@ -119,7 +74,8 @@ class _Process:
         known = {key: value for key, value in about.items() if value != ""}
         return self._event("X", name, track, cat="rdzv", **times, cname=colour, args=known)
 
-    def _round(self, track: int, round_: Round, until_ms: int, **more: str) -> dict[str, Any]:
+    def _round(self, track: int, round_: Round, **more: str) -> dict[str, Any]:
+        until_ms = self._until_ms if round_.live_until_ms is None else round_.live_until_ms
         colour = _FAILED if (round_.charge or round_.cause) in _BAD_CAUSES else _LIVE
         about = {
             "ended by": round_.cause,
@@ -131,26 +87,31 @@ class _Process:
         return self._slice(track, name, round_.at_ms, until_ms, colour, **about, **more)
 
     def _job_slices(self) -> Iterator[dict[str, Any]]:
-        """Yield the job's phases, for example a round, stopping, forming, the next round."""
-        for span in spans_of(self._run, self._until_ms):
-            if span.phase is TracePhase.LIVE and span.round is not None:
-                nodes = counted(len(span.round.nodes) + span.round.more, "node")
-                workers = str(span.round.workers or "")
-                yield self._round(
-                    _JOB_TRACK, span.round, span.until_ms, nodes=nodes, workers=workers
-                )
-            else:
-                colour = _STOPPING if span.phase is TracePhase.STOPPING else _FORMING
-                yield self._slice(_JOB_TRACK, span.phase, span.since_ms, span.until_ms, colour)
+        """Yield the job's phases: each round and, before it, how long all took to stop and form."""
+        before: Round | None = None
+        since_ms: int | None = self._run.began_ms
+        for after in (*self._run.rounds, None):
+            until_ms = self._until_ms if after is None else after.at_ms
+            if since_ms is not None and not (after is not None and after.adopted):
+                if before is not None:
+                    settled_ms = until_ms if before.settled_ms is None else before.settled_ms
+                    yield self._slice(_JOB_TRACK, "stopping", since_ms, settled_ms, _STOPPING)
+                    since_ms = settled_ms
+                if since_ms < until_ms:
+                    yield self._slice(_JOB_TRACK, "forming", since_ms, until_ms, _FORMING)
+            if after is not None:
+                nodes = counted(len(after.nodes) + after.more, "node")
+                workers = str(after.workers or "")
+                yield self._round(_JOB_TRACK, after, nodes=nodes, workers=workers)
+                before, since_ms = after, after.live_until_ms
 
     def _node_slices(self, round_: Round) -> Iterator[dict[str, Any]]:
         """Yield the round on each participant's track, followed by the time it took to stop."""
-        ended_ms = self._until_ms if round_.live_until_ms is None else round_.live_until_ms
         for node in round_.nodes:
             track, stopped_ms = self._tracks[node], round_.stopped_ms.get(node)
-            yield self._round(track, round_, ended_ms)
-            if stopped_ms is not None and round_.ended_ms is not None:
-                yield self._slice(track, TracePhase.STOPPING, ended_ms, stopped_ms, _STOPPING)
+            yield self._round(track, round_)
+            if stopped_ms is not None and round_.live_until_ms is not None:
+                yield self._slice(track, "stopping", round_.live_until_ms, stopped_ms, _STOPPING)
 
     def _instants(self, history: Iterable[Event]) -> Iterator[dict[str, Any]]:
         """Yield each other event as an instant, on the track of its node or of the job."""

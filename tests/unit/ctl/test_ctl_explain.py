@@ -17,11 +17,9 @@ from rdzv.core.reason import Reason
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import FIRST, LAST, explain
-from rdzv.ctl.trace import TracePhase, spans_of
 from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
-from rdzv.view.life import runs_of
 from tests.support.builders import report
 from tests.support.driven import join
 from tests.unit.core.test_small_scope import SETTINGS
@@ -72,12 +70,6 @@ async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
     assert "node left: once, 22 s without training (detecting 22 s)." in text
     assert "Training took 56 s of 1 min 18 s (at most 71.8%)." in text
     assert "The rest: detecting 22 s; " in text
-    spans = [
-        (span.phase, span.until_ms - span.since_ms)
-        for span in spans_of(runs_of(of.history)[0], of.now_ms)
-    ]
-    assert [ms for phase, ms in spans if phase is TracePhase.LIVE] == [30_000, 26_000]
-    assert [ms for phase, ms in spans if phase is TracePhase.STOPPING] == [22_000]
 
 
 def started(number: int, *how: str) -> WorkersStarted:

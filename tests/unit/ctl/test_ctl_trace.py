@@ -10,7 +10,7 @@ from typing import Any
 import control_samples
 import pytest
 from fake_control import FakeControl
-from stories import STORIES, Told, crashing, many_nodes, told
+from stories import STORIES, Told, crashing, fenced, many_nodes, told
 
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.trace import trace
@@ -109,6 +109,13 @@ async def test_causes_are_on_the_slices_and_across_the_run() -> None:
     ended = [e for e in events(of, "i") if e["name"] == "RoundEnded"]
     assert len(ended) == 21
     assert {e["s"] for e in ended} == {"p"}
+
+
+async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
+    found = tracks(await told(fenced))["job"]
+    lasted = [(name, until_ms - since_ms) for name, since_ms, until_ms in found]
+    assert [ms for name, ms in lasted if name.startswith("round")] == [30_000, 26_000]
+    assert [ms for name, ms in lasted if name == "stopping"] == [22_000]
 
 
 async def test_nodes_that_no_line_names_have_a_track_once_they_are_heard() -> None:
