@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent.runner.channel import Channel
+from rdzv.agent.runner.channel import MAX_JOB_FRAME_BYTES, Channel
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.runner import Runner
-from rdzv.agent.runner.warm_forks import MAX_ANSWER_BYTES, Fork, WarmStart
+from rdzv.agent.runner.warm_forks import Fork, WarmStart
+from rdzv.agent.runner.zygote_process import Forked
 from tests.support.fake_runner import FakeRunner
 
 
@@ -82,7 +83,7 @@ class Forking(FakeRunner):
     def forked(self, *pids: int) -> Channel:
         """Let the zygote answer its last request; return the first fork's end of its link."""
         batch = max(self.zygote.asked)
-        self.forks.forked(batch, pids, "")
+        self.forks.forked(Forked(batch, pids, ""))
         return self.zygote.asked[batch][0]
 
     def close(self) -> None:
@@ -256,7 +257,7 @@ def test_a_fork_that_sends_descriptors_has_its_link_closed(told: Told) -> None:
 
 
 def test_the_frame_of_a_fork_is_short_or_its_link_is_closed(told: Told) -> None:
-    told.fork_end.sendall(struct.pack(">I", MAX_ANSWER_BYTES + 1) + b"x")
+    told.fork_end.sendall(struct.pack(">I", MAX_JOB_FRAME_BYTES + 1) + b"x")
     told.read()
     assert not told.is_open
 
@@ -265,7 +266,7 @@ def test_a_frame_of_the_agent_may_be_longer_and_bring_a_descriptor() -> None:
     ours, theirs = socket.socketpair()
     agent, heard = Channel(ours), Channel(theirs)
     fd = os.open(os.devnull, os.O_RDONLY)
-    agent.send({"text": "x" * 2 * MAX_ANSWER_BYTES}, fd)
+    agent.send({"text": "x" * 2 * MAX_JOB_FRAME_BYTES}, fd)
     message = None
     while message is None:
         heard.receive()

@@ -1,4 +1,4 @@
-"""JSON frames over a Unix socket, optionally carrying file descriptors."""
+"""JSON frames over a Unix socket, optionally carrying file descriptors; `Link` is a job's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from .descriptors import (
     close_job_socket,
     receive_data,
 )
+from .frames import RequestError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from .loop import Loop
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES
@@ -186,3 +189,72 @@ class Channel:
     def _close_fds(self) -> None:
         while self._fds:
             close_fd(self._fds.popleft())
+
+
+MAX_JOB_FRAME_BYTES = 64 << 10
+
+
+class Link(Channel):
+    """A channel to one of the job's own processes, which the runner's loop reads and flushes.
+
+    Nothing that such a process sends is trusted. Its frames are short and carry no descriptors. The
+    link is closed by the first frame that is malformed or refused with `RequestError`, as it is by
+    an error or the other end; then `on_end` is called with the reason.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        on_message: Callable[[Mapping[str, object]], None],
+        on_end: Callable[[Exception], None],
+        max_bytes: int = MAX_JOB_FRAME_BYTES,
+    ) -> None:
+        super().__init__(sock, takes_fds=False, max_bytes=max_bytes)
+        self._loop = loop
+        self._on_message = on_message
+        self._on_end = on_end
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends are open, as far as known."""
+        return self.fileno() >= 0
+
+    def watch(self) -> None:
+        """Let the loop read this link. May raise `OSError`."""
+        self._loop.watch(self.fileno(), self.read)
+
+    def tell(self, message: Mapping[str, object], *fds: int) -> None:
+        """Send a message and descriptors, which the link owns from here on. May end the link."""
+        if not self.is_open:
+            close_fds(fds)
+            return
+        try:
+            self.send(message, *fds)
+            self._loop.watch_channel(self)
+        except (OSError, BufferError, ValueError) as error:
+            self._end(error)
+
+    def read(self) -> bool:
+        """Handle what has arrived. Returns whether anything had."""
+        if not self.is_open:
+            return False
+        try:
+            self.flush()
+            self._loop.watch_channel(self)
+            arrived = self.receive()
+            while self.is_open and (message := self.next_message()) is not None:
+                self._on_message(message)
+        except (EOFError, OSError, MalformedFrameError, RequestError) as error:
+            self._end(error)
+            return False
+        return arrived
+
+    def _end(self, error: Exception) -> None:
+        self.close()
+        self._on_end(error)
+
+    def close(self) -> None:
+        if self.is_open:
+            self._loop.unwatch(self.fileno())
+            super().close()

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from .channel import RECEIVE_BYTES
+from .channel import MAX_JOB_FRAME_BYTES, RECEIVE_BYTES, Link
 from .descriptors import close_fd, write_warning
 from .loop import PAUSE_S
 from .processes import (
@@ -27,10 +27,11 @@ from .spawn import fork_into
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from .killing import HelpersTime
     from .loop import Loop
+    from .runner import Runner
     from .spawn import Program
 
 START_SLOW_S = 10.0
@@ -316,6 +317,32 @@ class Children:
         if pid in self._cleaners:
             self._cleaners[pid] = False
             signal_child(pid, signal.SIGKILL)
+
+
+def start_linked(
+    runner: Runner,
+    name: str,
+    program_of: Callable[[int], Program],
+    on_exit: Callable[[Child, int], None],
+    on_message: Callable[[Mapping[str, object]], None],
+    on_end: Callable[[Exception], None],
+    max_bytes: int = MAX_JOB_FRAME_BYTES,
+) -> tuple[Child, Link]:
+    """Start a spared child whose program is made of the descriptor of its end of a link.
+
+    Raises `OSError` if that fails.
+    """
+    ours, theirs = socket.socketpair()
+    link = Link(runner.loop, ours, on_message, on_end, max_bytes)
+    try:
+        with theirs:
+            link.watch()
+            return runner.children.start(
+                name, program_of(theirs.fileno()), on_exit, spared=True
+            ), link
+    except OSError:
+        link.close()
+        raise
 
 
 def exit_fields(code: int) -> dict[str, int | None]:

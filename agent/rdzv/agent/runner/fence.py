@@ -14,14 +14,12 @@ from __future__ import annotations
 import os
 import select
 import struct
-import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from .descriptors import write_warning
 from .processes import kill_below
-from .spawn import Program
+from .spawn import own_program
 from .system import Alarm, boottime_ms
 
 TYPE_CHECKING = False
@@ -36,7 +34,6 @@ GUARD_LATE_MS = 400
 _GUARD_KILLS_S = 5.0
 _LOOK_AGAIN_S = 0.02
 _TIME = struct.Struct("q")
-_PROGRAM = Path(__file__).with_name("__main__.py")
 
 
 class Fence:
@@ -100,8 +97,7 @@ class Fence:
             read_end, self._guard_fd = os.pipe2(os.O_CLOEXEC)
             try:
                 os.set_blocking(self._guard_fd, False)
-                argv = (sys.executable, "-I", "-S", str(_PROGRAM), "--guard", str(read_end))
-                program = Program(argv=argv, env={}, pass_fds=(read_end,))
+                program = own_program("--guard", read_end)
                 self._guard = self._runner.children.start(
                     "the guard of the fence", program, self._note_guards_exit, spared=True
                 )

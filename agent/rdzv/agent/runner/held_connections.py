@@ -15,24 +15,23 @@ from __future__ import annotations
 
 import select
 import socket
-import sys
 import time
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from .channel import Channel
-from .spawn import Program
+from .child_exits import start_linked
+from .spawn import own_program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .channel import Link
     from .child_exits import Child
     from .runner import Runner
 
 HELD_S = 10.0
 """How long a worker's connections outlive the worker. The server notifies its peers much sooner."""
-
-_PROGRAM = Path(__file__).with_name("__main__.py")
 
 
 class HeldConnections:
@@ -40,9 +39,8 @@ class HeldConnections:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._holder: Child | None = None
-        self._channel: Channel | None = None
-        """The socket to the process that holds the queues, or None if there is none."""
+        self._holder: tuple[Child, Link] | None = None
+        """The process that holds the queues, and the link to it; None if there is none."""
         self._queues = 0
 
     def add(self) -> tuple[int, socket.socket]:
@@ -51,13 +49,16 @@ class HeldConnections:
         Raises:
             OSError: the process that holds the queues cannot be started or does not read.
         """
-        if self._channel is None:
-            self._start()
+        if self._holder is None:
+            name, program_of = "the process that holds connections", partial(own_program, "--hold")
+            self._holder = start_linked(
+                self._runner, name, program_of, self._note_exit, lambda _: None, self._lose
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._queues += 1
         # Sent before the worker has its end, so that nothing is ever closed here.
         self._tell({"hold": self._queues}, ours.detach())
-        if self._channel is None:
+        if self._holder is None:
             theirs.close()
             raise OSError("the process that holds connections does not answer")
         return self._queues, theirs
@@ -69,37 +70,23 @@ class HeldConnections:
         """Hold the connections of a worker that has ended or is about to, for a while."""
         self._runner.loop.call_at(time.monotonic() + HELD_S, partial(self.close, queue))
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            fd = str(theirs.fileno())
-            argv = (sys.executable, "-I", "-S", str(_PROGRAM), "--hold", fd)
-            program = Program(argv=argv, env={}, pass_fds=(theirs.fileno(),))
-            name = "the process that holds connections"
-            try:
-                self._holder = self._runner.children.start(name, program, self._end, spared=True)
-            except OSError:
-                ours.close()
-                raise
-        self._channel = Channel(ours)
+    def _tell(self, message: Mapping[str, int], *fds: int) -> None:
+        if self._holder is not None:
+            _, link = self._holder
+            link.tell(message, *fds)
+            if link.has_unsent:
+                self._lose()
 
-    def _tell(self, message: dict[str, int], *fds: int) -> None:
-        channel, holder = self._channel, self._holder
-        if channel is None or holder is None:
-            return
-        with suppress(OSError):
-            channel.send(message, *fds)
-        if channel.has_unsent:
-            self._channel = None
-            channel.close()
+    def _lose(self, _error: Exception | None = None) -> None:
+        if self._holder is not None:
+            holder, link = self._holder
+            self._holder = None
+            link.close()
             holder.kill()
 
-    def _end(self, child: Child, _code: int) -> None:
-        if child is self._holder:
-            self._holder = None
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
+    def _note_exit(self, child: Child, _code: int) -> None:
+        if self._holder is not None and child is self._holder[0]:
+            self._lose()
 
 
 def hold(fd: int) -> None:

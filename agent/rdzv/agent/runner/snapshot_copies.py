@@ -12,11 +12,10 @@ once a newer mark is whole on all nodes.
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from .channel import Channel, MalformedFrameError
+from .child_exits import start_linked
 from .descriptors import close_fds, dup_fds, write_warning
 from .frames import RequestError, decode, read_field
 from .requests import ProgramSpec
@@ -27,6 +26,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .channel import Link
     from .child_exits import Child
     from .runner import Runner
 
@@ -34,7 +34,6 @@ MAX_COPIES = 200
 """The maximum number of copies in a fetch, whose descriptors must fit into one message."""
 MAX_COPIES_OF_WORKER = 16
 """The maximum number of copies given to a worker; the server asks for three."""
-_MAX_FRAME_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class SnapshotCopies:
         """Memory that holds no copy and can be reused."""
         self.carrier: Child | None = None
         """The process that exchanges copies; None if none is running."""
-        self._channel: Channel | None = None
+        self._link: Link | None = None
         self._port: int | None = None
         self._given: Mapping[str, str] = {}
         """The token and fingerprint that were last given to the carrier."""
@@ -127,11 +126,15 @@ class SnapshotCopies:
         program = Program(argv=spec.argv, env=spec.env, cwd=spec.cwd, identity=spec.identity)
         pem, token = read_field(request, "pem", str), read_field(request, "token", str)
         self._given = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
-        if self._channel is None and self.carrier is not None:
+        if self._link is None and self.carrier is not None:
             return  # It is being killed. The agent is notified once it is gone.
-        if self._channel is None:
+        if self._link is None:
             try:
-                self._start(program)
+                self.carrier, self._link = start_linked(
+                    self._runner, "the process that copies snapshots",
+                    lambda fd: replace(program, argv=(*spec.argv, "--fd", str(fd)), pass_fds=(fd,)),
+                    self._end, self._take, self._lose_link,
+                )  # fmt: skip
             except OSError as error:
                 write_warning(f"cannot start the process that copies snapshots: {error}")
                 return
@@ -146,7 +149,7 @@ class SnapshotCopies:
         if not 0 < len(wanted) == len(set(wanted)) <= MAX_COPIES:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
         self._give_up_coming()
-        if self._channel is None:
+        if self._link is None:
             self._lack(mark, "the process that fetches them is not running")
             return
         if self._kept is not None and self._runner.slots.is_outdated(self._kept.mark):
@@ -180,46 +183,11 @@ class SnapshotCopies:
 
     # ------------------------------------------------------------------ the carrier
 
-    def _start(self, program: Program) -> None:
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours, takes_fds=False, max_bytes=_MAX_FRAME_BYTES)
-        try:
-            with theirs:
-                fd = theirs.fileno()
-                self._runner.loop.watch(channel.fileno(), self._read)
-                argv = (*program.argv, "--fd", str(fd))
-                started = replace(program, argv=argv, pass_fds=(fd,))
-                name = "the process that copies snapshots"
-                self.carrier = self._runner.children.start(name, started, self._end, spared=True)
-        except OSError:
-            self._runner.loop.unwatch(channel.fileno())
-            channel.close()
-            raise
-        self._channel = channel
-
     def _tell(self, message: Mapping[str, object], *fds: int) -> None:
-        if self._channel is None:
+        if self._link is None:
             close_fds(fds)
-            return
-        try:
-            self._channel.send({**message, "fds": len(fds)}, *fds)
-            self._runner.loop.watch_channel(self._channel)
-        except (OSError, BufferError, ValueError):
-            self._hang_up()
-
-    def _read(self) -> None:
-        channel = self._channel
-        if channel is None:
-            return
-        try:
-            channel.flush()
-            self._runner.loop.watch_channel(channel)
-            channel.receive()
-            while self._channel is channel and (message := channel.next_message()) is not None:
-                self._take(message)
-        except (EOFError, OSError, MalformedFrameError, RequestError):
-            # The process belongs to the job, so nothing that it sends is trusted.
-            self._hang_up()
+        else:
+            self._link.tell({**message, "fds": len(fds)}, *fds)
 
     def _take(self, message: Mapping[str, object]) -> None:
         kind = message.get("type")
@@ -258,14 +226,16 @@ class SnapshotCopies:
             how = child.failure or (f"exit code {code}" if code >= 0 else f"signal {-code}")
             self._hang_up(f"the process that fetches them has ended: {how}")
 
-    def _hang_up(self, reason: str = "the process that fetches them closed its socket") -> None:
+    def _lose_link(self, _error: Exception) -> None:
+        self._hang_up("the process that fetches them closed its socket")
+
+    def _hang_up(self, reason: str) -> None:
         """Close the carrier's socket and kill the carrier. A fetch in progress has failed."""
-        if self._channel is not None:
+        if self._link is not None:
             if reason:
                 write_warning(f"cannot exchange copies of snapshots: {reason}")
-            self._runner.loop.unwatch(self._channel.fileno())
-            self._channel.close()
-            self._channel = None
+            self._link.close()
+            self._link = None
         if self.carrier is not None:
             # Otherwise it might still write to memory that another fetch reuses.
             with suppress(OSError):

@@ -9,6 +9,7 @@ import errno
 import os
 import resource
 import signal
+import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,13 @@ class Program:
     identity: Identity | None = None
     needs: Path | None = None
     """A file that must exist, because the program would do something else without it."""
+
+
+def own_program(role: str, fd: int) -> Program:
+    """Return a helper of the runner's own, which `__main__.py` starts by its role."""
+    path = str(Path(__file__).with_name("__main__.py"))
+    argv = (sys.executable, "-I", "-S", path, role, str(fd))
+    return Program(argv=argv, env={}, pass_fds=(fd,))
 
 
 def fork_into(program: Program, says: int) -> int:

@@ -19,8 +19,9 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from functools import partial
 
-from .channel import Channel, MalformedFrameError
+from .channel import Link
 from .descriptors import dup_fds
+from .frames import RequestError
 from .zygote_process import WarmRestarts, ZygoteProcess
 
 TYPE_CHECKING = False
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .loop import Loop
     from .runner import Runner
     from .system import Identity
+    from .zygote_process import Forked
 
     class ColdStarter(Protocol):
         """The owner of warm starts of one kind."""
@@ -46,30 +48,26 @@ FORK_TIMEOUT_S = 5.0
 SPARE_FORKS_AFTER_S = 1.0
 """The delay between a start and the next spare forks, which leaves the CPUs to the start."""
 
-MAX_ANSWER_BYTES = 64 << 10
-"""The maximum size of a fork's response to its order."""
-
 MAX_FORKS_AT_ONCE = 64
 """The most forks in one request: their descriptors must fit into one message, and their pids into a
 pipe.
 """
 
 
-class Fork:
-    """A process requested from the zygote, until it is reaped or known never to have existed."""
+class Fork(Link):
+    """A process requested from the zygote, until it is reaped or known never to have existed.
+
+    It is the link to it, too. A fork without an order exits when that is closed.
+    """
 
     def __init__(
         self,
         loop: Loop,
-        link: socket.socket,
+        sock: socket.socket,
         start: WarmStart | None,
         on_answer: Callable[[Fork, Mapping[str, object]], None],
     ) -> None:
-        """Take the socket to a fork, which may not exist yet and exits when this is closed."""
-        self._loop = loop
-        # A fork is the job's own process, so the size of its response is limited.
-        self._link = Channel(link, takes_fds=False, max_bytes=MAX_ANSWER_BYTES)
-        self._on_answer = on_answer
+        super().__init__(loop, sock, partial(on_answer, self), lambda _: None)
         self.start = start
         """The process that the fork will become; None for a spare fork."""
         self.child: Child | None = None
@@ -80,23 +78,18 @@ class Fork:
         self.is_private = False
         """Whether the fork has an account of its own, which must not write to the agent's log."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the fork can still be given an order or send a response."""
-        return self._link.fileno() >= 0
-
     def send_order(self, order: Mapping[str, object], fds: Iterable[int]) -> None:
         """Send the fork its order. If the fork is already gone, its exit will reveal that."""
         self.has_order = True
-        self._loop.watch(self._link.fileno(), self.read)
+        self.watch()
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             copies = dup_fds(*(null if self.is_private and fd in (1, 2) else fd for fd in fds))
         finally:
             os.close(null)
         with suppress(ConnectionError):
-            self._link.send(order, *copies)
-            self._loop.watch_channel(self._link)
+            self.send(order, *copies)
+            self._loop.watch_channel(self)
 
     def send_program(self, kind: str, program: Mapping[str, object], fds: Iterable[int]) -> None:
         """Order the fork to become a program of the job's that is no worker."""
@@ -106,25 +99,6 @@ class Fork:
             self.send_order({kind: order}, (stdin, 1, 2, *fds))
         finally:
             os.close(stdin)
-
-    def read(self) -> None:
-        """Receive the fork's response, which says whether it is running."""
-        try:
-            self._link.flush()
-            self._loop.watch_channel(self._link)
-            self._link.receive()
-            answer = self._link.next_message()
-        except (EOFError, OSError, MalformedFrameError):
-            self.close()  # Its exit will report the rest.
-            return
-        if answer is not None:
-            self._on_answer(self, answer)
-
-    def close(self) -> None:
-        """Close the link. A fork without an order then exits."""
-        if self.is_open:
-            self._loop.unwatch(self._link.fileno())
-            self._link.close()
 
 
 class WarmStart(ABC):
@@ -336,13 +310,14 @@ class WarmForks:
         if not self._loop.shutting_down:
             self._give_up([start for start in self._wanted if start.child is None], reason)
 
-    def forked(self, batch: int, pids: Sequence[int], reason: str) -> None:
+    def forked(self, answer: Forked) -> None:
         """Take over the forks that were made, and replace those that could not be made."""
-        forks = self._asked.pop(batch)
-        for fork, pid in zip(forks, pids, strict=False):
-            if (
-                fork.start is None or fork.start in self._wanted
-            ):  # Otherwise it was given up and exits.
+        forks, reason = self._asked.pop(answer.forked, None), answer.reason
+        if forks is None:
+            raise RequestError(f"forked: there is no request {answer.forked}")
+        for fork, pid in zip(forks, answer.pids, strict=False):
+            # A start that was given up has none, and its fork exits.
+            if fork.start is None or fork.start in self._wanted:
                 try:
                     self._take_fork(fork, pid)
                 except OSError as error:

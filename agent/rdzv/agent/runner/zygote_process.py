@@ -21,17 +21,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from .channel import RECEIVE_BYTES, Channel, MalformedFrameError
+from .channel import RECEIVE_BYTES
+from .child_exits import start_linked
 from .descriptors import SentDescriptorError, close_job_socket, dup_fds, receive_data
-from .frames import decode
+from .frames import Number, Text, decode
 from .spawn import SIGNALS_FOR_WORKERS, Program, reason_of
 from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
+    from .channel import Link
     from .child_exits import Child
     from .loop import Loop
     from .requests import ZygoteSpec
@@ -90,6 +91,15 @@ class Readiness:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A zygote's answer to a request: as many pids as it could fork, and why there are no more."""
+
+    forked: Number
+    pids: tuple[int, ...]
+    reason: Text
+
+
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
     """Return an environment that makes an interpreter execute an order defined in zygote.py."""
     path = env.get("PYTHONPATH")
@@ -100,22 +110,6 @@ def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[
     }
 
 
-class Zygote:
-    """A zygote that has not been reaped."""
-
-    child: Child
-
-    def __init__(self, control: socket.socket, spec: ZygoteSpec) -> None:
-        # The zygote is the job's own process, so the size of its messages is limited.
-        self.control = Channel(control, takes_fds=False, max_bytes=MAX_MESSAGE_BYTES)
-        self.spec = spec
-        self.ready = False
-        self.lost_because = ""
-        """Why the zygote is ending, if its exit status will not show that."""
-        self.final = False
-        """Whether replacing the zygote would not help."""
-
-
 class ZygoteProcess:
     """Keeps a zygote running once the agent has requested one."""
 
@@ -123,9 +117,14 @@ class ZygoteProcess:
         self._runner = runner
         self._loop = runner.loop
         self.spec: ZygoteSpec | None = None
-        self._zygote: Zygote | None = None
+        self._zygote: tuple[Child, Link] | None = None
+        """The zygote, until it is reaped."""
+        self.is_ready = False
+        """Whether the zygote accepts fork requests."""
         self._lost = 0
         """The number of zygotes lost since the last fork."""
+        self._lost_because = ""
+        """Why the zygote is ending, if its exit status will not show that."""
         self._none_because = ""
         self.begun = False
         """Whether a start was attempted."""
@@ -133,20 +132,15 @@ class ZygoteProcess:
         """Whether no further zygote will be started."""
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the zygote accepts fork requests."""
-        return self._zygote is not None and self._zygote.ready
-
-    @property
     def imports(self) -> bool:
-        return self._zygote is not None and not self._zygote.ready
+        return self._zygote is not None and not self.is_ready
 
     @property
     def not_ready_because(self) -> str:
         """The reason why nothing can be forked at the moment."""
         if self._zygote is None:
             return self._none_because
-        return self._zygote.lost_because or "the zygote is still importing"
+        return self._lost_because or "the zygote is still importing"
 
     def keep(self, spec: ZygoteSpec) -> None:
         if self.spec is None:
@@ -165,38 +159,32 @@ class ZygoteProcess:
         self.given_up = True
         self._loop.call_at(None, self._start)
         if self._zygote is None:
-            self._report_lost(reason, final=True)
+            self._report_lost(reason)
         else:
-            self._zygote.final = True
             self.give_up(reason)
 
     def ask(self, batch: int, links: Sequence[int]) -> None:
         """Ask the zygote, which is ready, for one fork per link. May raise `OSError`."""
         assert self._zygote is not None
-        self._zygote.control.send({"fork": batch, "forks": len(links)}, *dup_fds(*links))
-        self._loop.watch_channel(self._zygote.control)
+        _, link = self._zygote
+        link.send({"fork": batch, "forks": len(links)}, *dup_fds(*links))
+        self._loop.watch_channel(link)
 
     def give_up(self, reason: str) -> None:
         """Kill a zygote that is not fulfilling requests."""
-        zygote = self._zygote
-        if zygote is None:
+        if self._zygote is None:
             return
-        zygote.ready = False
+        child, link = self._zygote
+        self.is_ready = False
         self._loop.call_at(None, self._end_imports)
-        zygote.lost_because = zygote.lost_because or reason
-        self._close_control(zygote)
-        zygote.child.kill()
+        self._lost_because = self._lost_because or reason
+        link.close()
+        child.kill()
         self._runner.forks.zygote_lost(reason)
 
     def has_forked(self) -> None:
         """Record that the zygote works, so that a replacement is started quickly if it is lost."""
         self._lost = 0
-
-    def attach(self, zygote: Zygote) -> None:
-        """Use this zygote from now on. Raises `OSError` if its socket cannot be watched."""
-        self._loop.watch(zygote.control.fileno(), partial(self.read, zygote))
-        self._loop.call_at(time.monotonic() + PRELOAD_TIMEOUT_S, self._end_imports)
-        self._zygote = zygote
 
     def _end_imports(self) -> None:
         self.give_up(f"it has not imported within {PRELOAD_TIMEOUT_S:.0f} s")
@@ -206,91 +194,59 @@ class ZygoteProcess:
         assert spec is not None
         if self._loop.shutting_down:
             return
+        self._lost_because = ""
         if spec.after_import and (free := free_bytes()) is not None and free < NEEDS_BYTES:
             needed = f"{NEEDS_BYTES >> 20} MiB of memory"
-            self._report_lost(f"it is not started with less than {needed} free", final=False)
+            self._report_lost(f"it is not started with less than {needed} free")
             return
         try:
-            ours, theirs = socket.socketpair()
-            zygote = Zygote(ours, spec)
-            with theirs:
-                try:
-                    self.attach(zygote)
-                    zygote.child = self._runner.children.start(
-                        "the zygote",
-                        _program_of(spec, theirs.fileno()),
-                        partial(self._end, zygote),
-                        spared=True,
-                    )
-                except OSError:
-                    self._forget(zygote)
-                    raise
+            self._zygote = start_linked(
+                self._runner, "the zygote", partial(_program_of, spec), self._note_exit,
+                self._take_message, self._lose_link, MAX_MESSAGE_BYTES,
+            )  # fmt: skip
         except OSError as error:
-            self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}", final=False)
+            self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}")
+        else:
+            self._loop.call_at(time.monotonic() + PRELOAD_TIMEOUT_S, self._end_imports)
 
-    def read(self, zygote: Zygote) -> bool:
-        """Read from a zygote. Returns False if nothing more can be read, now or for good."""
-        message: Mapping[str, Any] | None = None
-        try:
-            zygote.control.flush()
-            self._loop.watch_channel(zygote.control)
-            if not zygote.control.receive():
-                return False
-            while zygote.control.fileno() >= 0:
-                if (message := zygote.control.next_message()) is None:
-                    break
-                self._take_message(zygote, message)
-        except (EOFError, OSError):
-            self._close_control(zygote)
-            return False
-        except MalformedFrameError as error:
-            self.give_up(f"it sent something else than a message: {error}")
-            return False
-        except (ValueError, TypeError, LookupError, OverflowError) as error:
-            self.give_up(f"it sent {message!r:.200}: {error!r}")
-            return False
-        return True
-
-    def _take_message(self, zygote: Zygote, message: Mapping[str, Any]) -> None:
+    def _take_message(self, message: Mapping[str, object]) -> None:
         if "ready" in message:
             readiness = decode(Readiness, message["ready"])
-            zygote.ready = True
+            self.is_ready = True
             self._loop.call_at(None, self._end_imports)
             self._runner.forks.zygote_ready()
-            self._runner.agent.emit("zygote_ready", pid=zygote.child.pid, **asdict(readiness))
+            assert self._zygote is not None
+            pid = self._zygote[0].pid
+            self._runner.agent.emit("zygote_ready", pid=pid, **asdict(readiness))
         elif "refused" in message:
-            zygote.lost_because, zygote.final = str(message["refused"]), True
-            self.given_up = True
+            self._lost_because, self.given_up = str(message["refused"]), True
         else:
-            # The zygote is the user's own process and may send anything.
-            pids = [pid for pid in message["pids"] if type(pid) is int]
-            self._runner.forks.forked(message["forked"], pids, str(message["reason"]))
+            self._runner.forks.forked(decode(Forked, message))
 
-    def _close_control(self, zygote: Zygote) -> None:
-        if zygote.control.fileno() >= 0:
-            self._loop.unwatch(zygote.control.fileno())
-            zygote.control.close()
+    def _lose_link(self, error: Exception) -> None:
+        if isinstance(error, ValueError):  # Otherwise it has ended, as its exit is about to show.
+            self.give_up(f"it sent something else than a message: {error}")
 
-    def _forget(self, zygote: Zygote) -> None:
-        self._close_control(zygote)
-        self._loop.call_at(None, self._end_imports)
-        self._zygote = None
-
-    def _end(self, zygote: Zygote, child: Child, code: int) -> None:
-        while zygote.control.fileno() >= 0 and self.read(zygote):
+    def _note_exit(self, child: Child, code: int) -> None:
+        assert self._zygote is not None
+        _, link = self._zygote
+        while link.read():
             pass
-        self._forget(zygote)
+        link.close()
+        self._loop.call_at(None, self._end_imports)
+        self._zygote, self.is_ready = None, False
         if not self._loop.shutting_down:
             ended = f"it was killed by signal {-code}" if code < 0 else f"it exited with {code}"
             if child.failure:
-                ended = f"cannot start {zygote.spec.argv[0]!r}: {child.failure}"
-            self._report_lost(zygote.lost_because or ended, final=zygote.final)
+                assert self.spec is not None
+                ended = f"cannot start {self.spec.argv[0]!r}: {child.failure}"
+            self._report_lost(self._lost_because or ended)
         self._runner.forks.zygote_lost(self._none_because)
 
-    def _report_lost(self, reason: str, *, final: bool) -> None:
+    def _report_lost(self, reason: str) -> None:
         self._none_because = f"there is no zygote: {reason}"
         retry_s = None
-        if not final:
+        if not self.given_up:
             retry_s = min(2.0**self._lost, MAX_ZYGOTE_RETRY_S)
             self._loop.call_at(time.monotonic() + retry_s, self._start)
             self._lost += 1
