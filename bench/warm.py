@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 
 from rdzv.agent.core.events import RunnerEvent, WorkerExited, WorkersGone, ZygoteReady
+from rdzv.agent.runner.requests import StopWorkers
 from rdzv.agent.runner.warm_forks import SPARE_FORKS_AFTER_S
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
 
@@ -120,7 +121,7 @@ async def restart(
         if isinstance(event, WorkerExited):
             assert event.exit_code == 0, event
             left -= 1
-    link.stop_workers(number, 15, 0)
+    link.ask(StopWorkers(number, 0, 15))
     while not isinstance(await events.get(), WorkersGone):
         pass
     found = [[float(word) for word in out.read_text().split()] for out in outs]

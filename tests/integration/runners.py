@@ -17,6 +17,7 @@ from waiting import pause_s
 
 from rdzv.agent import job_programs, runner
 from rdzv.agent.core.events import RunnerEvent, WorkersGone, WorkerStarted
+from rdzv.agent.runner.requests import StopWorkers
 from rdzv.agent.runner_link import RunnerLink, WorkerSpec
 
 RUNNER = Path(runner.__file__).with_name("__main__.py")
@@ -114,7 +115,7 @@ class Node:
         ]
 
     async def stop(self, number: int, grace_ms: int = FOR_EVER_MS) -> None:
-        self.link.stop_workers(number, signal.SIGTERM, grace_ms)
+        self.link.ask(StopWorkers(number, grace_ms, signal.SIGTERM))
         await self.heard(WorkersGone, round=number)
 
     def start_store_host(self, number: int, python: str = sys.executable) -> int:

@@ -34,7 +34,7 @@ from rdzv.agent.core.events import (
     WorkerSuspected,
 )
 from rdzv.agent.runner.held_connections import HELD_S
-from rdzv.agent.runner.requests import EndKept, RenewFence
+from rdzv.agent.runner.requests import EndKept, RenewFence, StopWorkers
 from rdzv.agent.runner.system import Identity, boottime_ms
 from rdzv.agent.runner_link import KeepSpec, WorkerSpec
 from rdzv.core.model import KeptWorker
@@ -88,7 +88,7 @@ class Parking(Node):
         return found[0]
 
     async def park(self, *not_kept: int, keep_ms: int = KEEP_MS) -> tuple[KeptWorker, ...]:
-        self.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, keep_ms, not_kept)
+        self.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGTERM, keep_ms, not_kept))
         return (await self.heard(WorkersGone, round=0)).kept
 
     async def go_on(
@@ -242,7 +242,7 @@ async def test_how_a_worker_ends_while_others_park_is_told_from_how_it_was_ended
 ) -> None:
     pids = await node.begin("deaf:1", ranks=3)
     os.kill(pids[1], signal.SIGSTOP)
-    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, FOR_EVER_MS, (2,))
+    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGTERM, FOR_EVER_MS, (2,)))
     assert not (await node.heard(WorkerExited, local_rank=2)).by_itself
     await node.printed(node.worker(0, 0), "parked")
     os.kill(pids[1], signal.SIGKILL)
@@ -260,7 +260,7 @@ async def test_a_worker_without_a_link_is_stopped_as_ever_beside_one_that_stays(
 
 async def test_the_grace_of_workers_without_a_link_is_not_that_of_parking(node: Parking) -> None:
     pids = await node.begin_with(node.worker(0, 0), node.worker(0, 1, "unlinked", "stays"))
-    node.link.stop_workers(0, signal.SIGTERM, 300, KEEP_MS)
+    node.link.ask(StopWorkers(0, 300, signal.SIGTERM, KEEP_MS))
     assert ranks_of((await node.heard(WorkersGone)).kept) == {0: pids[0]}
 
 
@@ -374,7 +374,7 @@ async def test_a_parked_worker_that_ends_takes_its_descendants_with_it(node: Par
     await node.begin("children", ranks=1)
     line = await node.printed(node.worker(0, 0), "children")
     await node.park()
-    node.link.ask(EndKept(FOR_EVER_MS / 1000))
+    node.link.ask(EndKept(FOR_EVER_MS))
     await node.heard(KeptGone)
     assert [state_of(int(pid)) for pid in line.split()[1:]] == ["", ""]
 
@@ -415,7 +415,7 @@ async def test_a_worker_that_dies_as_it_parks_is_not_kept(node: Parking) -> None
 async def test_parked_workers_end_on_request_and_once_more(node: Parking) -> None:
     pids = await node.begin("stays")
     await node.park()
-    node.link.ask(EndKept(FOR_EVER_MS / 1000))
+    node.link.ask(EndKept(FOR_EVER_MS))
     await node.heard(KeptGone)
     assert {event.pid for event in node.events if isinstance(event, KeptExited)} == set(pids)
     node.events.clear()
@@ -425,9 +425,9 @@ async def test_parked_workers_end_on_request_and_once_more(node: Parking) -> Non
 
 async def test_a_stop_that_keeps_none_ends_those_that_park(node: Parking) -> None:
     pids = await node.begin("deaf:1")
-    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, FOR_EVER_MS)
+    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGTERM, FOR_EVER_MS))
     await node.printed(node.worker(0, 0), "parked")
-    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS)
+    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGTERM))
     assert (await node.heard(WorkersGone)).kept == ()
     assert [state_of(pid) for pid in pids] == ["", ""]
 
@@ -435,7 +435,7 @@ async def test_a_stop_that_keeps_none_ends_those_that_park(node: Parking) -> Non
 async def test_a_round_that_is_stopped_before_it_begins_leaves_them_parked(node: Parking) -> None:
     pids = await node.begin()
     await node.park()
-    node.link.stop_workers(1, signal.SIGTERM, 0)
+    node.link.ask(StopWorkers(1, 0, signal.SIGTERM))
     assert ranks_of((await node.heard(WorkersGone, round=1)).kept) == dict(enumerate(pids))
 
 
@@ -445,7 +445,7 @@ async def test_the_end_of_a_round_in_which_one_went_on(node: Parking) -> None:
     first, second = await node.go_on(0)
     await node.heard(WorkerResumed, local_rank=0)
     await node.printed(node.worker(1, 1), "round 1")
-    node.link.stop_workers(1, signal.SIGTERM, FOR_EVER_MS, KEEP_MS)
+    node.link.ask(StopWorkers(1, FOR_EVER_MS, signal.SIGTERM, KEEP_MS))
     kept = ranks_of((await node.heard(WorkersGone, round=1)).kept)
     assert kept == {0: first.pid, 1: second.pid}
     assert first.pid == pids[0]
@@ -456,7 +456,7 @@ async def test_a_worker_that_survives_sigkill_takes_its_siblings_with_it(node: P
     with playing("tracer.py", str(pids[1])) as tracer:
         if line_of(tracer) != ["0"]:
             pytest.skip("ptrace is not permitted here")
-        node.link.stop_workers(0, signal.SIGTERM, 300, 300)
+        node.link.ask(StopWorkers(0, 300, signal.SIGTERM, 300))
         stuck = await node.heard(WorkersStuck)
         assert stuck.pids == (pids[1],)
         await until(lambda: not state_of(pids[0]))
@@ -501,6 +501,6 @@ async def test_no_worker_goes_on_after_the_fence(node: Parking) -> None:
 async def test_a_fence_that_comes_while_they_park_kills_all(node: Parking) -> None:
     await node.begin("deaf:1")
     node.link.ask(RenewFence(boottime_ms() + 500))
-    node.link.stop_workers(0, signal.SIGTERM, FOR_EVER_MS, FOR_EVER_MS)
+    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGTERM, FOR_EVER_MS))
     await node.heard(Fenced)
     assert (await node.heard(WorkersGone)).kept == ()

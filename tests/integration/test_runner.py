@@ -43,7 +43,7 @@ from rdzv.agent.runner.processes import (
     is_of_family,
     mark_of,
 )
-from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, StopStoreHost
+from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, StopStoreHost, StopWorkers
 from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner_link import RunnerLink, StartedRunner, WorkerSpec
 
@@ -193,7 +193,7 @@ signal.signal(signal.SIGTERM, tell)
     await until(told.exists)
     node.link.ask(NotifyWorkers(0, signal.SIGTERM))
     # Nor by a stop: a worker that saves its state is left alone until the grace is over.
-    node.link.stop_workers(0, signal.SIGTERM, 100)
+    node.link.ask(StopWorkers(0, 100, signal.SIGTERM))
     await node.heard(WorkersGone)
     assert told.read_text() == "told\n"
     assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
@@ -263,14 +263,14 @@ async def test_a_second_stop_shortens_the_grace_and_never_lengthens_it(
     await node.start(0, node.python(waiting(ready, handler)))
     await until(ready.exists)
     for grace_ms in graces_ms:
-        node.link.stop_workers(0, signal.SIGTERM, grace_ms)
+        node.link.ask(StopWorkers(0, grace_ms, signal.SIGTERM))
     await node.heard(WorkersGone, round=0)
     assert count.read_text() == "x"
 
 
 async def test_other_signals_can_stop_a_round(node: Node) -> None:
     pids = await node.start(0, node.spec("sleep", "1000"), node.spec("sleep", "9", local_rank=1))
-    node.link.stop_workers(0, signal.SIGUSR1, FOR_EVER_MS)
+    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGUSR1))
     await node.heard(WorkersGone, round=0)
     for pid in pids:
         assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
@@ -388,7 +388,7 @@ async def test_what_can_not_be_reaped_is_reported_once_and_gone_when_it_can(node
     with playing("tracer.py", str(pid)) as tracer:
         if line_of(tracer) != ["0"]:
             pytest.skip("ptrace is not permitted here")
-        node.link.stop_workers(0, signal.SIGTERM, 0)
+        node.link.ask(StopWorkers(0, 0, signal.SIGTERM))
         assert await node.heard(WorkersStuck) == WorkersStuck(0, (pid,))
         await asyncio.sleep(2 * SWEEP_INTERVAL_S)  # Time to repeat itself, or to give up.
         assert [type(event) for event in node.events] == [WorkerStarted, WorkersStuck]
@@ -576,7 +576,7 @@ async def test_a_runner_that_hangs_is_killed_with_its_workers(node: Node) -> Non
     await node.link.close(0.2)
     assert (await node.heard(RunnerExited)).exit_code == -signal.SIGKILL
     await until(lambda: marked(node.mark) == [])
-    node.link.stop_workers(0, signal.SIGTERM, 0)  # Does nothing.
+    node.link.ask(StopWorkers(0, 0, signal.SIGTERM))  # Does nothing.
 
 
 # ---------------------------------------------------------------------- the fence

@@ -33,7 +33,7 @@ from rdzv.agent.core.events import (
     WorkersGone,
 )
 from rdzv.agent.runner.channel import Channel
-from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, Serve
+from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, Serve, StopWorkers
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     FoundRunner,
@@ -186,7 +186,7 @@ async def test_whatever_call_fails_the_runner_lives_and_says_no_untruth(
             node.start_store_host(running, "/bin/cat")
             node.link.ask(NotifyWorkers(running, signal.SIGTERM))
             await node.connect()
-            node.link.stop_workers(running, signal.SIGTERM, 0)
+            node.link.ask(StopWorkers(running, 0, signal.SIGTERM))
             await asyncio.sleep(FAILING_S)
         assert node.is_alive(), errno.errorcode[code]
         await node.heard(WorkersGone, round=running)
@@ -194,7 +194,7 @@ async def test_whatever_call_fails_the_runner_lives_and_says_no_untruth(
             short = await node.start_short()
             await asyncio.sleep(FAILING_S)
         await node.end_of_start(short)
-        node.link.stop_workers(short, signal.SIGTERM, 0)
+        node.link.ask(StopWorkers(short, 0, signal.SIGTERM))
         await node.heard(WorkersGone, round=short)
         assert node.is_alive(), errno.errorcode[code]
         assert node.untrue == []
@@ -230,7 +230,7 @@ async def test_at_the_limit_of_descriptors_a_round_ends_and_none_begins_beside_i
     node.link = await RunnerLink.spawn(node.hear)
     running = await node.start_family()
     with without_descriptors(node.link.pid):
-        node.link.stop_workers(running, signal.SIGTERM, 0)
+        node.link.ask(StopWorkers(running, 0, signal.SIGTERM))
         await node.heard(WorkersGone, round=running)
         assert marked(node.mark_of(running)) == []
         short = await node.start_short()

@@ -32,7 +32,7 @@ from rdzv.agent.core.events import (
     WorkerStarted,
 )
 from rdzv.agent.runner.descriptors import short_path
-from rdzv.agent.runner.requests import Keep, RenewFence, Serve
+from rdzv.agent.runner.requests import Keep, RenewFence, Serve, StopWorkers
 from rdzv.agent.runner.spawn import drop_oom_protection
 from rdzv.agent.runner_link import (
     FoundRunner,
@@ -135,7 +135,7 @@ async def test_workers_live_on_and_the_next_agent_finds_what_was_kept(node: Orph
     assert (hello.last_round, dict(hello.workers)) == (3, {0: pid})
     assert hello.kept == {"state": "two"}
     # And it obeys.
-    node.link.stop_workers(3, signal.SIGTERM, 60_000)
+    node.link.ask(StopWorkers(3, 60_000, signal.SIGTERM))
     assert (await node.heard(WorkerExited)).signal == signal.SIGTERM
     await node.heard(WorkersGone, round=3)
 
@@ -290,7 +290,7 @@ async def test_a_runner_without_workers_ends_too(node: Orphanage) -> None:
 async def test_a_stop_goes_on_without_an_agent(node: Orphanage) -> None:
     await node.begin()
     await node.start(0, node.spec("sleep", "1000"))
-    node.link.stop_workers(0, signal.SIGTERM, 60_000)
+    node.link.ask(StopWorkers(0, 60_000, signal.SIGTERM))
     await node.lose_agent()
     await node.adopt()
     await node.heard(WorkersGone, round=0)
@@ -321,7 +321,7 @@ async def hide(node: Orphanage) -> tuple[int, int]:
 
 async def handles_requests(node: Orphanage) -> None:
     """Wait until the runner has handled all requests."""
-    node.link.stop_workers(-1, signal.SIGTERM, 0)
+    node.link.ask(StopWorkers(-1, 0, signal.SIGTERM))
     await node.heard(WorkersGone, round=-1)
 
 

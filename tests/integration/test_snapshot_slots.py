@@ -15,10 +15,16 @@ from runners import PATIENCE_S
 from test_parking import Parking
 
 from rdzv.agent.core.events import SnapshotRefused, SnapshotsChanged, SnapshotsWritten, WorkerExited
-from rdzv.agent.runner.requests import HoldSnapshots, Serve
+from rdzv.agent.runner.requests import (
+    HoldSnapshots,
+    Serve,
+    SnapshotWatermark,
+    StateMark,
+    WriteSnapshots,
+)
 from rdzv.agent.runner_link import FoundRunner, KeepSpec, StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
-from rdzv.structs import replace
+from rdzv.structs import as_dict, replace
 
 MIB = 1 << 20
 MARK = '{"lineage": 0, "step": %d, "series": "abc", "shards": 1, "world_size": 1}'
@@ -93,10 +99,11 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     ((saved,), *_) = [(await node.heard(SnapshotsChanged)).snapshots]
     assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
-    node.link.announce_watermark(saved.mark)
+    mark = StateMark(**as_dict(saved.mark))
+    node.link.ask(SnapshotWatermark(mark))
     watermark = f'{{"type": "watermark", "mark": {MARK % 10}, "given_up": %s, "fds": 0}}'
     await node.printed(node.worker(0, 0), watermark % "null")
-    node.link.announce_watermark(saved.mark, replace(saved.mark, step=20))
+    node.link.ask(SnapshotWatermark(mark, replace(mark, step=20)))
     await node.printed(node.worker(0, 0), watermark % (MARK % 20))
     await node.link.close(PATIENCE_S)
     started.process.wait()
@@ -123,16 +130,16 @@ async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) ->
     await node.begin(f"saves:{MIB}", ranks=1)
     saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
     await node.heard(SnapshotsChanged, snapshots=(saved,))
-    mark, env = saved.mark, dict(os.environ)
+    mark, env = StateMark(**as_dict(saved.mark)), dict(os.environ)
     pinned = f'{{"type": "pinned", "mark": {MARK % 10}, "fds": 0}}'
     for program, reason in (
         # It has the slot that holds the step, and neither the other one nor anything else.
         ('test "$1 $2" = "--mark 0:10:abc" && test $# = 3 && readlink /proc/self/fd/$3', ""),
         ("exit 7", "its writer ended with exit code 7; its stderr says why"),
     ):
-        node.link.write_snapshots(mark, ["sh", "-c", program, "sh"], env, None, None)
-        assert (await node.heard(SnapshotsWritten, reason=reason)).mark == mark
+        node.link.ask(WriteSnapshots(mark, ("sh", "-c", program, "sh"), env))
+        assert (await node.heard(SnapshotsWritten, reason=reason)).mark == saved.mark
         await node.printed(node.worker(0, 0), pinned)
-    node.link.write_snapshots(replace(mark, step=20), ["true"], env, None, None)
+    node.link.ask(WriteSnapshots(replace(mark, step=20), ("true",), env))
     await node.heard(SnapshotsWritten, reason="this node holds no part of it")
     await node.stop(0)

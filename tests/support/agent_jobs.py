@@ -12,6 +12,7 @@ import pytest
 
 from rdzv.agent import runner_link
 from rdzv.agent.agent_counts import NodeCounts
+from rdzv.agent.core import commands
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.job import job_driver
 from rdzv.agent.job.job_driver import JobDriver
@@ -20,6 +21,7 @@ from rdzv.agent.runner import requests
 from rdzv.agent.runner.requests import WorkerSpec
 from rdzv.agent.runner_link import RunnerHello
 from rdzv.core.model import Assignment, Settings, SnapshotMark
+from rdzv.messages import SnapshotWatermark
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 100.0
@@ -85,23 +87,21 @@ class FakeRunner:
                 self.asked.append(("zygote", request.after_import))
             case requests.BeginZygote():
                 self.asked.append(("begin",))
-            case requests.StopStoreHost():
+            case requests.StopStoreHost() | commands.StopStoreHost():
                 if "stop" not in self.deaf_to:
                     self.store_hosts.discard(request.round)
+            case commands.StopWorkers():
+                if "stop" not in self.deaf_to:
+                    self.asked.append(("stop", request.round, request.signum, request.grace_ms))
+            case SnapshotWatermark():
+                self.announced.append((request.mark, request.given_up))
             case _:
                 raise AssertionError(request)
-
-    def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None) -> None:
-        self.announced.append((mark, given_up))
 
     def start_workers(self, round_: int, workers: list[WorkerSpec], *_: Any) -> None:
         if "start" not in self.deaf_to:
             self.last_round, self.workers = round_, workers
             self.asked.append(("start", round_, len(workers)))
-
-    def stop_workers(self, round_: int, signum: int, grace_ms: int, *_: Any) -> None:
-        if "stop" not in self.deaf_to:
-            self.asked.append(("stop", round_, signum, grace_ms))
 
     def start_store_host(self, round_: int, *_: Any) -> None:
         self.store_hosts.add(round_)

@@ -464,7 +464,7 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
     )
     await s.die_and_come_back()
     ((what, round_, signum, grace_ms),) = s.runner.asked[1:]
-    assert (what, round_, signum) == ("stop", 0, signal.SIGTERM)
+    assert (what, round_, signum) == ("stop", 0, None)
     # The rest of the grace period, which began with the decision.
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
     assert s.phase() == pb.Belief.STOPPING
@@ -520,7 +520,7 @@ async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(
     await s.begin_round(s.line())
     s.driver.post(events.Fenced(0, monotonic_ms() - 10))
     await s.die_and_come_back()
-    assert s.runner.asked[1:] == [("stop", 0, signal.SIGTERM, 0)]
+    assert s.runner.asked[1:] == [("stop", 0, None, 0)]
     s.runner.tell(events.WorkersGone(0))
     await until(lambda: s.phase() == pb.Belief.JOINING)
     (join,) = s.link.of("join")

@@ -259,8 +259,7 @@ async def test_stacks_are_refused_with_a_reason_before_the_first_round(f: Fixtur
 
 async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
     f.driver.post(LINE)
-    f.runner.start_workers = None  # type: ignore[method-assign, assignment]
-    f.runner.stop_workers = None  # type: ignore[method-assign, assignment]
+    f.runner.start_workers = f.runner.ask = None  # type: ignore[method-assign, assignment]
     f.driver.post(events.Signalled(15, "SIGTERM"))
     f.driver.post(events.Ticked())
     with pytest.raises(TypeError):

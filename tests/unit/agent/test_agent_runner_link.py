@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,11 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rdzv import messages
+from rdzv.agent.core import commands
 from rdzv.agent.core.events import (
     RunnerEvent,
     RunnerExited,
@@ -23,7 +28,9 @@ from rdzv.agent.core.events import (
     WorkerExited,
     WorkersGone,
 )
+from rdzv.agent.runner import requests
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
+from rdzv.agent.runner.frames import decode
 from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner_link import (
     RunnerHello,
@@ -32,12 +39,16 @@ from rdzv.agent.runner_link import (
     agent_children,
     runner_link,
 )
+from rdzv.core.model import Snapshot, SnapshotMark
+from rdzv.core.snapshots import CopySource
 from tests.support.lingering import LINGER_S
 
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 100.0
 EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "age_ms": 0}
+MARK = SnapshotMark(0, 40, "a", 2, 2)
+SOURCE = CopySource("n2", "10.0.0.2", 40_000, "secret", (Snapshot(0, MARK, 1, 7, "d", 1),))
 
 
 class Story:
@@ -227,11 +238,27 @@ async def test_while_a_child_is_being_started_nobody_is_killed(
     assert [child.pid in spared for spared in killed] == [True]
 
 
-async def test_the_times_of_a_stop_are_told_in_seconds(s: Story) -> None:
-    s.link.stop_workers(0, signal.SIGTERM, grace_ms=1_500, keep_ms=2_500)
-    while (message := s.runner.next_message()) is None or message["type"] != "stop_workers":
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        (commands.StopWorkers(0, 1_500, None, 2_500, (1,)), requests.StopWorkers),
+        (commands.EndKept(1_500, (1,)), requests.EndKept),
+        (commands.NotifyWorkers(0, 9_000, "a drain", 15), requests.NotifyWorkers),
+        (commands.StopStoreHost(3), requests.StopStoreHost),
+        (messages.SnapshotWatermark("job-7", "r1", MARK, 7, MARK), requests.SnapshotWatermark),
+        (messages.KeepCopies("job-7", "r1", MARK, (SOURCE,)), requests.KeepCopies),
+    ],
+)
+async def test_a_command_is_a_request_of_the_same_fields(
+    s: Story, command: Any, kind: type[Any]
+) -> None:
+    s.link.ask(command)
+    while (message := s.runner.next_message()) is None or message["type"] == "ping":
         s.runner.receive()
-    assert (message["grace_s"], message["keep_s"]) == (1.5, 2.5)
+    assert message["type"] == requests.type_of(kind)
+    request = asdict(decode(kind, message))
+    fields = json.loads(msgspec.json.encode(command))
+    assert json.loads(json.dumps(request)) == {name: fields[name] for name in request}
 
 
 async def test_an_event_waits_until_the_one_before_was_handled(s: Story) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import ssl
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from rdzv.agent.core.events import SnapshotsChanged, SnapshotsWritten
 from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotsOnDisk
 from rdzv.agent.launch.launch import Launch, SnapshotFiles
-from rdzv.agent.runner_link import CopyCredentials
+from rdzv.agent.runner.requests import CarryCopies, StateMark, WriteSnapshots
 from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.core.snapshots import CopyCarrier, MissingCopies
@@ -27,10 +26,10 @@ FOLDER = Path("/data/run7")
 
 class Runner:
     def __init__(self) -> None:
-        self.asked: list[tuple[SnapshotMark, list[str]]] = []
+        self.asked: list[tuple[StateMark, list[str]]] = []
 
-    def write_snapshots(self, mark: SnapshotMark, argv: Any, *_: Any) -> None:
-        self.asked.append((mark, list(argv)))
+    def ask(self, request: WriteSnapshots) -> None:
+        self.asked.append((request.mark, list(request.argv)))
 
 
 def mark(step: int, shards: int = 1) -> SnapshotMark:
@@ -118,13 +117,11 @@ CARRIER = CopyCarrier(4711, "token")
 
 class Carrying:
     def __init__(self) -> None:
-        self.asked: list[tuple[str, CopyCredentials]] = []
+        self.asked: list[tuple[str, CarryCopies]] = []
         self.was_asked = asyncio.Event()
 
-    def carry_copies(
-        self, argv: Sequence[str], env: Any, cwd: Any, identity: Any, credentials: CopyCredentials
-    ) -> None:
-        self.asked.append((argv[-1], credentials))
+    def ask(self, request: CarryCopies) -> None:
+        self.asked.append((request.argv[-1], request))
         self.was_asked.set()
 
 

@@ -29,15 +29,17 @@ from rdzv.agent.runner.descriptors import short_path
 from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime
 from rdzv.agent.runner.processes import signal_relative
 from rdzv.agent.runner.requests import (
+    MAX_SHARDS,
     KeepSpec,
     RenewFence,
     Serve,
+    Snapshot,
     StartStoreHost,
     StartWorkers,
+    StateMark,
     WorkerSpec,
     ZygoteSpec,
 )
-from rdzv.agent.runner.snapshot_slots import MAX_SHARDS, Snapshot, StateMark
 from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.system import Alarm, boottime_ms, libc
 from rdzv.agent.runner.worker_links import PROTOCOL, WorkerLink

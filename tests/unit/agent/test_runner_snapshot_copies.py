@@ -22,9 +22,16 @@ from rdzv.agent.job.snapshots import certified
 from rdzv.agent.runner.child_exits import Children
 from rdzv.agent.runner.frames import RequestError, decode
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.requests import HoldSnapshots
+from rdzv.agent.runner.requests import (
+    MAX_SLOT_BYTES,
+    CarryCopies,
+    HoldSnapshots,
+    KeepCopies,
+    Snapshot,
+    SnapshotWatermark,
+)
 from rdzv.agent.runner.snapshot_copies import SnapshotCopies
-from rdzv.agent.runner.snapshot_slots import MAX_SLOT_BYTES, Snapshot, SnapshotSlots
+from rdzv.agent.runner.snapshot_slots import SnapshotSlots
 from tests.unit.agent.test_runner_snapshot_slots import MIB, Agent, Link
 from tests.unit.worker.test_copy_snapshots import SIZE, asked, snapshot
 
@@ -47,15 +54,9 @@ class Node:
 
     def give(self, token: str, pem: str = "", fingerprint: str = "", argv: Any = None) -> None:
         """Give the carrier credentials, and start it before if there is none."""
-        self.copies.carry(
-            {
-                "argv": argv or [sys.executable, "-m", "rdzv.worker.copy_snapshots"],
-                "env": dict(os.environ),
-                "token": token,
-                "fingerprint": fingerprint,
-                "pem": pem,
-            }
-        )
+        argv = argv or (sys.executable, "-m", "rdzv.worker.copy_snapshots")
+        env = dict(os.environ)
+        self.copies.carry(CarryCopies(argv, env, None, None, token, fingerprint, pem))
 
     def carry(self, token: str, pem: str = "", fingerprint: str = "") -> None:
         """Give the carrier credentials, and wait until it uses them."""
@@ -89,7 +90,8 @@ class Node:
         wanted = {**asked(step), "local_rank": 0, "copy_of": 1, **other}
         address = {"node_id": "n1", "address": "127.0.0.1", **source.said["carrier"]}
         sources = [{**address, "snapshots": [wanted]}]
-        self.copies.fetch({"mark": wanted["mark"], "sources": sources})
+        order = {"mark": wanted["mark"], "sources": sources}
+        self.copies.fetch(decode(KeepCopies, order))
 
     def copied(self) -> list[int]:
         """Return the steps of which copies are there."""
@@ -194,9 +196,9 @@ def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
     pair: tuple[Node, Node],
 ) -> None:
     one, two = pair
-    first, second = certified(), certified()
-    one.carry("secret", first.pem, first.fingerprint)
-    two.carry("another", second.pem, second.fingerprint)
+    (one_print, one_pem), (print_, pem) = certified(), certified()
+    one.carry("secret", one_pem, one_print)
+    two.carry("another", pem, print_)
     one.save(40, 50)
     two.order(one, 40)
     two.until(lambda: two.copied() == [40])
@@ -210,7 +212,7 @@ def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
             heard = plain.recv(4096)
         assert b"rdzvcpy" not in heard
     # Somebody else at that address, though it knows the token.
-    one.agent.told[-1]["carrier"]["fingerprint"] = second.fingerprint
+    one.agent.told[-1]["carrier"]["fingerprint"] = print_
     two.order(one, 50)
     two.until(lambda: two.said["missing"] is not None)
     reason = "n1: its certificate is not the one that it reported to the server"
@@ -294,7 +296,7 @@ def test_no_carrier_is_started_before_the_one_that_is_being_killed_is_gone() -> 
     slots = SimpleNamespace(tell=lambda: None, all=list)
     runner: Any = SimpleNamespace(loop=loop, children=children, slots=slots)
     copies = SnapshotCopies(runner)
-    request = {"argv": ["carrier"], "env": {}, "pem": "", "token": "t", "fingerprint": ""}
+    request = CarryCopies(("carrier",), {}, None, None, "t", "", "")
     copies.carry(request)
     child, link = started[0]
     link.sendall(b"\xff" * 100)
@@ -342,7 +344,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
     reason = two.said["missing"]["reason"]
     assert reason.startswith("there is no memory for them: a copy needs 4.5 MB, but only")
     assert two.copied() == [40]
-    two.slots.announce({"mark": asked(50)["mark"]})
+    two.slots.announce(decode(SnapshotWatermark, {"mark": asked(50)["mark"]}))
     two.order(one, 50)
     two.until(lambda: two.copied() == [50])
     assert two.said["missing"] is None
@@ -362,7 +364,7 @@ def wanted(size: int) -> dict[str, Any]:
         (None, "sources"),
         ([], "sources: expected 1 to"),
         ([{"node_id": 1}], "node_id"),
-        (["n1"], "sources: expected objects, got 'n1'"),
+        (["n1"], "sources: expected an object, got 'n1'"),
         ([wanted(-1)], "bytes: expected Number, got -1"),
         ([wanted(MAX_SLOT_BYTES + 1)], "bytes: expected at most"),
         ([wanted(9), wanted(9)], "sources: expected 1 to"),
@@ -372,7 +374,7 @@ def test_a_request_that_makes_no_sense_is_refused(
     pair: tuple[Node, Node], sources: object, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason):
-        pair[0].copies.fetch({"mark": asked()["mark"], "sources": sources})
+        pair[0].copies.fetch(decode(KeepCopies, {"mark": asked()["mark"], "sources": sources}))
 
 
 def test_links_offer_copies_to_workers_that_know_them(pair: tuple[Node, Node]) -> None:

@@ -19,14 +19,12 @@ from rdzv.agent.runner import snapshot_slots
 from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.frames import RequestError, decode
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.requests import HoldSnapshots
+from rdzv.agent.runner.requests import HoldSnapshots, Snapshot, SnapshotWatermark, StateMark
 from rdzv.agent.runner.snapshot_copies import SnapshotCopies
 from rdzv.agent.runner.snapshot_slots import (
     REPORTS_A_SECOND,
     REPORTS_AT_ONCE,
-    Snapshot,
     SnapshotSlots,
-    StateMark,
 )
 
 MIB = 1 << 20
@@ -323,17 +321,15 @@ def test_only_an_agent_that_has_asked_is_told_and_first_of_all_that_is_held(stor
 
 def test_workers_hear_which_step_is_whole(story: Story) -> None:
     link = story.ask(0, MIB)
-    mark, given_up = asdict(MARK), asdict(replace(MARK, step=40))
-    told = {"mark": mark, "given_up": None}
-    story.slots.announce({"mark": mark})
+    given_up = replace(MARK, step=40)
+    told = {"mark": asdict(MARK), "given_up": None}
+    story.slots.announce(SnapshotWatermark(MARK))
     assert link.watermarks == [told] == story.ask(0, MIB).watermarks
-    with pytest.raises(RequestError, match="series"):
-        story.slots.announce({"mark": {**mark, "series": 7}})
     # What is given up is so only in this round.
     link = story.ask(0, MIB)
-    story.slots.announce({"mark": mark, "given_up": given_up})
-    assert link.watermarks[-1]["given_up"] == given_up
-    assert story.ask(1, MIB).watermarks[-1]["given_up"] == given_up
+    story.slots.announce(SnapshotWatermark(MARK, given_up))
+    assert link.watermarks[-1]["given_up"] == asdict(given_up)
+    assert story.ask(1, MIB).watermarks[-1]["given_up"] == asdict(given_up)
     story.slots.begin_round(None)
     assert story.ask(2, MIB).watermarks == [told]
 

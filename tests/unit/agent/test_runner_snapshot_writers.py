@@ -6,18 +6,17 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rdzv.agent.runner.loop import Loop
-from rdzv.agent.runner.snapshot_slots import StateMark
+from rdzv.agent.runner.requests import StateMark, WriteSnapshots
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
 MARK = StateMark(0, 40, "a", 1, 2)
-REQUEST = {"mark": asdict(MARK), "argv": ["write"], "env": {}}
+REQUEST = WriteSnapshots(MARK, ("write",), {})
 
 
 class Runner:

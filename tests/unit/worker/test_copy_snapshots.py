@@ -190,9 +190,9 @@ def test_a_peer_that_comes_before_the_credentials_is_served_once_these_are_there
             time.sleep(0.01)
         with socket.create_connection(("127.0.0.1", ports[0]), PATIENCE_S) as peer:
             assert select.select([peer], [], [], 0.2)[0] == []
-            of = certified()
-            one.trust("secret", of.pem)
-            with carrier.encrypt(peer, of.fingerprint) as encrypted:
+            fingerprint, pem = certified()
+            one.trust("secret", pem)
+            with carrier.encrypt(peer, fingerprint) as encrypted:
                 assert carrier.greet_sender(encrypted, "secret")
     finally:
         one.close()

@@ -507,20 +507,16 @@ class JobDriver:
                 self._snapshot_reports.report(command, nodes)
             case messages.SnapshotWatermark():
                 runner, assignment = self.runner, self.decisions.state.assignment
-                runner.announce_watermark(command.mark, command.given_up)
+                runner.ask(command)
                 self.disk.announced(runner, command.mark, command.whole_ms, assignment)
-            case messages.KeepCopies():
-                self.runner.fetch_copies(command.mark, command.sources)
-            case commands.EndKept():
-                self.runner.ask(requests.EndKept(command.grace_ms / 1000, command.charged))
+            case messages.KeepCopies() | commands.EndKept() | commands.StopStoreHost():
+                self.runner.ask(command)
             case commands.NotifyWorkers():
                 self.round.notify_workers(command)
                 state = self.decisions.state
                 self.disk.write(self.runner, state.watermark, state.run)
             case commands.TakeBackNotice():
                 self.observers.notice.take_back()
-            case commands.StopStoreHost():
-                self.runner.ask(requests.StopStoreHost(command.round))
             case commands.Exit():
                 self.written.end()
                 if not self.ended.done():

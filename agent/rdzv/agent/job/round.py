@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
@@ -23,7 +22,7 @@ from rdzv.agent.core.model import Phase
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner.requests import KeepSpec, NotifyWorkers, WorkerSpec
+from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
 from rdzv.agent.system.error_files import unread
 from rdzv.core.model import Assignment, KeptWorker, Moved
 from rdzv.errors import InvalidRequestError
@@ -50,8 +49,8 @@ class LocalRound:
         self.outputs: tuple[WorkerOutput, ...] = ()
         """Each worker's output paths, by LOCAL_RANK; empty until the files are created."""
         self._job = job
-        self._notified_by: int | None = None
-        """The signal that notified the workers that the node is leaving, if one was sent."""
+        self._notified_by: commands.NotifyWorkers | None = None
+        """The command that notified the workers, by a signal, that the node is leaving, if any."""
         self._task: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._start_is_over = False
@@ -115,7 +114,7 @@ class LocalRound:
         job.runner.start_workers(number, workers, self._keep_spec())
         if self._notified_by is not None:
             # The runner had not received the round yet.
-            job.runner.ask(NotifyWorkers(number, self._notified_by))
+            job.runner.ask(self._notified_by)
 
     def _keep_spec(self) -> KeepSpec | None:
         terms, assignment = self._job.launch.job, self.assignment
@@ -196,17 +195,14 @@ class LocalRound:
         self._job.observers.stop_watching()
         # Their store's port is not offered again.
         self._job.store_socket.release()
-        signum = signal.SIGTERM if command.signum is None else command.signum
-        self._job.runner.stop_workers(
-            command.round, signum, command.grace_ms, command.keep_ms, command.not_kept
-        )
+        self._job.runner.ask(command)
 
     def notify_workers(self, command: commands.NotifyWorkers) -> None:
         """The file is written before the signal is sent, so a signal handler will find it."""
         self._job.observers.notice.write(command.left_ms, command.reason)
         if command.signum is not None:
-            self._notified_by = command.signum
-            self._job.runner.ask(NotifyWorkers(command.round, command.signum))
+            self._notified_by = command
+            self._job.runner.ask(command)
 
     def _cancel_start(self) -> None:
         self._start_is_over = True

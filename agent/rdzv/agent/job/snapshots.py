@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING
 
 from rdzv.agent.core.events import SnapshotsChanged, SnapshotsWritten
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner_link import CopyCredentials, RunnerLink
+from rdzv.agent.runner.requests import CarryCopies, StateMark, WriteSnapshots
+from rdzv.agent.runner_link import RunnerLink
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.core.model import Assignment, SnapshotMark
 from rdzv.messages import SnapshotsHeld
-from rdzv.structs import replace
+from rdzv.structs import as_dict
 
 if TYPE_CHECKING:
     from rdzv.agent.job.job_driver import JobDriver
@@ -78,7 +79,9 @@ class SnapshotsOnDisk:
         self._idle.clear()
         argv = (launch.python, "-m", "rdzv.worker.write_snapshots", str(files.folder), "--run", run)
         keep = ("--keep", str(files.keep))
-        runner.write_snapshots(mark, (*argv, *keep), launch.environ, launch.chdir, launch.identity)
+        cwd = None if launch.chdir is None else str(launch.chdir)
+        state = StateMark(**as_dict(mark))
+        runner.ask(WriteSnapshots(state, (*argv, *keep), launch.environ, cwd, launch.identity))
 
     def note(self, event: SnapshotsWritten) -> None:
         self._writing = None
@@ -117,8 +120,10 @@ class CopiesOfSnapshots:
         """The run and round for which the carrier was last given a token."""
         self._not_before = 0.0
         """The earliest time at which a carrier that has ended may be replaced."""
-        self._certified: CopyCredentials | None = None
-        """The credentials without a token; None until they are first needed."""
+        self._certified: tuple[str, str] | None = None
+        """The fingerprint of the carrier's certificate, and the certificate with its key, which are
+        empty if it does not encrypt; None until they are first needed.
+        """
         self._logged: set[str] = set()
         """The reasons for missing copies that have already been logged."""
 
@@ -145,18 +150,23 @@ class CopiesOfSnapshots:
 
     async def _carry(self, job: JobDriver) -> None:
         if self._certified is None:
-            self._certified = CopyCredentials("")
+            self._certified = ("", "")
             if self._encrypted:
                 self._certified = await in_thread(certified)
         launch, token = self._launch, secrets.token_urlsafe(32)
         rate = str(launch.snapshot_copy_rate)
         argv = (launch.python, "-m", "rdzv.worker.copy_snapshots", "--rate", rate)
-        credentials = replace(self._certified, token=token)
-        job.runner.carry_copies(argv, launch.environ, launch.chdir, launch.identity, credentials)
+        cwd = None if launch.chdir is None else str(launch.chdir)
+        job.runner.ask(
+            CarryCopies(argv, launch.environ, cwd, launch.identity, token, *self._certified)
+        )
 
 
-def certified() -> CopyCredentials:
-    """The first call is slow because it loads a library."""
+def certified() -> tuple[str, str]:
+    """Return a new certificate's fingerprint, and the certificate with its private key, as PEM.
+
+    The first call is slow because it loads a library.
+    """
     from cryptography import x509  # The import takes 36 ms and 10 MiB.
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -181,7 +191,7 @@ def certified() -> CopyCredentials:
     )
     public = certificate.public_bytes(serialization.Encoding.DER)
     pem = private + certificate.public_bytes(serialization.Encoding.PEM)
-    return CopyCredentials("", hashlib.sha256(public).hexdigest(), pem.decode())
+    return hashlib.sha256(public).hexdigest(), pem.decode()
 
 
 class SnapshotReports:

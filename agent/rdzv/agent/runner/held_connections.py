@@ -52,7 +52,7 @@ class HeldConnections:
         if self._holder is None:
             name, program_of = "the process that holds connections", partial(own_program, "--hold")
             self._holder = start_linked(
-                self._runner, name, program_of, self._note_exit, lambda _: None, self._lose
+                self._runner, name, program_of, self._end_holder, lambda _: None, self._lose
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._queues += 1
@@ -84,7 +84,7 @@ class HeldConnections:
             link.close()
             holder.kill()
 
-    def _note_exit(self, child: Child, _code: int) -> None:
+    def _end_holder(self, child: Child, _code: int) -> None:
         if self._holder is not None and child is self._holder[0]:
             self._lose()
 

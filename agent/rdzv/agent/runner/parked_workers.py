@@ -104,7 +104,7 @@ class ParkedWorkers:
             self._ending[link].append(then)
 
     def handle_end(self, request: EndKept) -> None:
-        self.end_all(request.grace_s, request.charged)
+        self.end_all(request.grace_ms / 1000, request.charged)
 
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
         """End all parked workers, and notify the agent when they are gone.

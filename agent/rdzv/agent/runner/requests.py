@@ -1,21 +1,10 @@
 """The agent's requests to the runner: what `rdzv.agent.runner_link` sends, and the runner handles.
 
 A request is a value (frames.py); its frame is its fields as JSON, with its `type`:
-`StartWorkers` is `start_workers`. `ping` (answered with `pong`), `adopt` and `shutdown` have no
-fields. A refused request changes nothing and is answered with `error`. Requests about snapshots are
-read by snapshot_slots.py, snapshot_copies.py and snapshot_writers.py:
-
-    carry_copies      {argv, env, cwd, identity, token, fingerprint, pem}
-                                                      start the carrier if it is not running, and
-                                                      give it its token, key and certificate
-    fetch_copies      {mark, sources: [{node_id, address, port, token, fingerprint,
-                                        snapshots: [{local_rank, copy_of, mark, shard, bytes,
-                                                     digest}]}]}
-                                                      fetch copies for one mark to this node
-    watermark         {mark, given_up}                all parts of this step are saved; no later
-                                                      step up to `given_up` (or null) will have all
-    write_snapshots   {argv, env, cwd, identity, mark}
-                                                      write this node's parts of the step to disk
+`StartWorkers` is `start_workers`. Some are commands of the agent's core or messages of the server,
+which are sent as they are, with fields that the runner ignores. `ping` (answered with `pong`),
+`adopt` and `shutdown` have no fields. A refused request changes nothing and is answered with
+`error`.
 """
 
 from __future__ import annotations
@@ -23,18 +12,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .frames import Number
+from .frames import Number, RequestError, Small, Text
 from .system import Identity
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """The version of the requests and events. An agent adopts only runners of its own version."""
 
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_SPARE_FORKS = 1024
+MAX_SLOT_BYTES = 1 << 50
+MAX_SHARDS = 1 << 20
+_MAX_NAME_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +76,17 @@ class StartWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """End a round. With `keep_s`, its workers have that long to park, except for `not_kept`."""
+    """End a round, by SIGTERM if no signal is given, and by SIGKILL after the grace period.
+
+    With `keep_ms`, its workers have that long to park instead, except for `not_kept`, which are
+    killed at once. A second stop may shorten the grace period, but not extend it. `gone` follows,
+    at once if no process of the round is here.
+    """
 
     round: int
-    signal: int
-    grace_s: float
-    keep_s: float | None = None
+    grace_ms: int
+    signum: int | None = None
+    keep_ms: int | None = None
     not_kept: tuple[int, ...] = ()
 
 
@@ -100,7 +97,7 @@ class EndKept:
     The local_ranks in `charged` raise the exception they reported, instead of receiving SIGTERM.
     """
 
-    grace_s: float
+    grace_ms: int
     charged: tuple[int, ...] = ()
 
 
@@ -109,7 +106,7 @@ class NotifyWorkers:
     """Signal each of the round's workers once; ends nothing by itself."""
 
     round: int
-    signal: int
+    signum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +117,6 @@ class StartStoreHost:
     argv: tuple[str, ...]
     """Its command line, to which a cold start appends its descriptors."""
     env: Mapping[str, str]
-    identity: Identity | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramSpec:
-    """How to start a program that serves snapshots."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    cwd: str | None = None
     identity: Identity | None = None
 
 
@@ -191,6 +178,106 @@ class HoldSnapshots:
     """
 
     limit_bytes: Number | None = None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StateMark:
+    """The state to which a snapshot belongs. All frames carry it in these fields."""
+
+    lineage: Small
+    step: Number
+    series: Text
+    shards: Small
+    world_size: Small
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shards <= MAX_SHARDS or len(self.series) > _MAX_NAME_CHARS:
+            raise RequestError(f"there is no such state: {self!r:.200}")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One part of a state, in a slot of worker `local_rank`, or a copy for that worker."""
+
+    local_rank: Small
+    mark: StateMark
+    shard: Small
+    bytes: Number
+    digest: Text
+    copy_of: Small | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard >= self.mark.shards or len(self.digest) > _MAX_NAME_CHARS:
+            raise RequestError(f"there is no such snapshot: {self!r:.200}")
+        if self.bytes > MAX_SLOT_BYTES:
+            raise RequestError(f"bytes: expected at most {MAX_SLOT_BYTES}, got {self.bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWatermark:
+    """All parts of this step are saved, so workers may overwrite older snapshots.
+
+    They overwrite no others after the first request, except those after it and up to `given_up`,
+    none of which will ever have all their parts.
+    """
+
+    mark: StateMark
+    given_up: StateMark | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSnapshots:
+    """Write this node's parts of a step to disk; `snapshots_written` follows.
+
+    The runner appends the mark and the slots' descriptors to `argv`.
+    """
+
+    mark: StateMark
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None = None
+    identity: Identity | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CarryCopies:
+    """Start the carrier if it is not running, and give it a token, certificate and key.
+
+    It exchanges snapshots with other nodes. The runner appends a descriptor to `argv`. Without a
+    certificate, and its SHA-256 fingerprint, the carrier does not encrypt.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str | None
+    identity: Identity | None
+    token: str
+    fingerprint: str
+    pem: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A node, by its carrier, and the snapshots to fetch from it."""
+
+    node_id: str
+    address: str
+    port: int
+    token: str
+    snapshots: tuple[Snapshot, ...]
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepCopies:
+    """Fetch and keep copies of other nodes' parts of a step.
+
+    Older copies are kept until these are complete, unless a newer step is already whole. The next
+    `snapshots_held` reports the result.
+    """
+
+    mark: StateMark
+    sources: tuple[CopySource, ...]
 
 
 @dataclass(frozen=True, slots=True)

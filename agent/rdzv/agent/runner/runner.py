@@ -73,16 +73,16 @@ class Runner:
             requests.KeepZygote: self.forks.zygote.keep,
             requests.BeginZygote: lambda _request: self.forks.zygote.begin(),
             requests.HoldSnapshots: self.slots.hold,
+            requests.SnapshotWatermark: self.slots.announce,
+            requests.CarryCopies: self.copies.carry,
+            requests.KeepCopies: self.copies.fetch,
+            requests.WriteSnapshots: SnapshotWriters(self).write,
             requests.Serve: self.agent.serve,
             requests.Keep: self.agent.keep,
             requests.Heard: self.agent.forget_confirmed,
         }
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             **{type_of(kind): partial(_decode_for, call, kind) for kind, call in handlers.items()},
-            "watermark": self.slots.announce,
-            "carry_copies": self.copies.carry,
-            "fetch_copies": self.copies.fetch,
-            "write_snapshots": SnapshotWriters(self).write,
             "ping": lambda _request: self.agent.send({"type": "pong"}),
             "shutdown": self._shut_down,
         }

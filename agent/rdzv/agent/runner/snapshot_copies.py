@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from .child_exits import start_linked
 from .descriptors import close_fds, dup_fds, write_warning
-from .frames import RequestError, decode, read_field
-from .requests import ProgramSpec
-from .snapshot_slots import NoSlotsError, Snapshot, StateMark, memory_file
+from .frames import RequestError, read_field
+from .snapshot_slots import NoSlotsError, memory_file
 from .spawn import Program, reason_of
 
 TYPE_CHECKING = False
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from .channel import Link
     from .child_exits import Child
+    from .requests import CarryCopies, KeepCopies, Snapshot, StateMark
     from .runner import Runner
 
 MAX_COPIES = 200
@@ -120,32 +121,26 @@ class SnapshotCopies:
 
     # ------------------------------------------------------------------ the agent's requests
 
-    def carry(self, request: Mapping[str, object]) -> None:
-        """Handle `carry_copies`: start the carrier if necessary, and give it its credentials."""
-        spec = decode(ProgramSpec, request)
-        program = Program(argv=spec.argv, env=spec.env, cwd=spec.cwd, identity=spec.identity)
-        pem, token = read_field(request, "pem", str), read_field(request, "token", str)
-        self._given = {"token": token, "fingerprint": read_field(request, "fingerprint", str)}
+    def carry(self, request: CarryCopies) -> None:
+        self._given = {"token": request.token, "fingerprint": request.fingerprint}
         if self._link is None and self.carrier is not None:
             return  # It is being killed. The agent is notified once it is gone.
         if self._link is None:
             try:
                 self.carrier, self._link = start_linked(
                     self._runner, "the process that copies snapshots",
-                    lambda fd: replace(program, argv=(*spec.argv, "--fd", str(fd)), pass_fds=(fd,)),
-                    self._end, self._take, self._lose_link,
+                    partial(_program_of, request), self._end, self._take, self._lose_link,
                 )  # fmt: skip
             except OSError as error:
                 write_warning(f"cannot start the process that copies snapshots: {error}")
                 return
             for local_rank, size, fds in self._runner.slots.all():
                 self.send_slots(local_rank, size, fds)
-        self._tell({"type": "credentials", "token": token, "pem": pem})
+        self._tell({"type": "credentials", "token": request.token, "pem": request.pem})
 
-    def fetch(self, request: Mapping[str, object]) -> None:
-        """Handle `fetch_copies`. The next `snapshots_held` reports the result."""
-        mark, sources = decode(StateMark, request.get("mark")), read_field(request, "sources", list)
-        wanted = [decode(Snapshot, one) for source in sources for one in _snapshots_of(source)]
+    def fetch(self, request: KeepCopies) -> None:
+        mark = request.mark
+        wanted = [one for source in request.sources for one in source.snapshots]
         if not 0 < len(wanted) == len(set(wanted)) <= MAX_COPIES:
             raise RequestError(f"sources: expected 1 to {MAX_COPIES} snapshots, got {len(wanted)}")
         self._give_up_coming()
@@ -166,6 +161,7 @@ class SnapshotCopies:
             self._lack(mark, f"there is no memory for them: {reason}")
             return
         self._fetches += 1
+        sources = [asdict(source) for source in request.sources]
         self._tell({"type": "fetch", "id": self._fetches, "sources": sources}, *fds)
         # The remaining memory has sizes that snapshots no longer have.
         self.free()
@@ -267,10 +263,6 @@ class SnapshotCopies:
         self._runner.slots.tell()
 
 
-def _snapshots_of(source: object) -> list[object]:
-    if not isinstance(source, dict):
-        raise RequestError(f"sources: expected objects, got {source!r:.80}")
-    for name in ("node_id", "address", "token", "fingerprint"):
-        read_field(source, name, str)
-    read_field(source, "port", int)
-    return read_field(source, "snapshots", list)
+def _program_of(spec: CarryCopies, fd: int) -> Program:
+    argv = (*spec.argv, "--fd", str(fd))
+    return Program(argv=argv, env=spec.env, cwd=spec.cwd, identity=spec.identity, pass_fds=(fd,))

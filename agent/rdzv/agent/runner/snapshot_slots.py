@@ -17,68 +17,32 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 
 from .descriptors import close_fds, dup_fds
-from .frames import Number, RequestError, Small, Text, decode
+from .frames import RequestError
+from .requests import MAX_SLOT_BYTES
 from .spawn import reason_of
 from .system import free_bytes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from .requests import HoldSnapshots
+    from .requests import HoldSnapshots, Snapshot, SnapshotWatermark, StateMark
     from .runner import Runner
     from .worker_links import WorkerLink
 
 SLOTS = 2
-MAX_SLOT_BYTES = 1 << 50
-MAX_SHARDS = 1 << 20
-
 REPORTS_AT_ONCE = 20
 REPORTS_A_SECOND = 50.0
 """Each report lists the snapshots of all workers, so changes that come faster share one."""
 
-_MAX_NAME_CHARS = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NoSlotsError(Exception):
     """Raised if no slots can be provided; the message gives the reason."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class StateMark:
-    """The state to which a snapshot belongs. All frames carry it in these fields."""
-
-    lineage: Small
-    step: Number
-    series: Text
-    shards: Small
-    world_size: Small
-
-    def __post_init__(self) -> None:
-        if not 0 < self.shards <= MAX_SHARDS or len(self.series) > _MAX_NAME_CHARS:
-            raise RequestError(f"there is no such state: {self!r:.200}")
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One part of a state, in a slot of worker `local_rank`, or a copy for that worker."""
-
-    local_rank: Small
-    mark: StateMark
-    shard: Small
-    bytes: Number
-    digest: Text
-    copy_of: Small | None = None
-
-    def __post_init__(self) -> None:
-        if self.shard >= self.mark.shards or len(self.digest) > _MAX_NAME_CHARS:
-            raise RequestError(f"there is no such snapshot: {self!r:.200}")
-        if self.bytes > MAX_SLOT_BYTES:
-            raise RequestError(f"bytes: expected at most {MAX_SLOT_BYTES}, got {self.bytes}")
 
 
 class Slots:
@@ -132,8 +96,7 @@ class SnapshotSlots:
         """Slots that have become too small, kept until the larger ones hold a snapshot."""
         self._links: dict[int, WorkerLink] = {}
         self._limit: int | None = None
-        self._watermark: StateMark | None = None
-        self._given_up: StateMark | None = None
+        self._watermark: SnapshotWatermark | None = None
         self._pinned: StateMark | None = None
         self._reports_left = float(REPORTS_AT_ONCE)
         self._counted_at = time.monotonic()
@@ -150,18 +113,15 @@ class SnapshotSlots:
         self._runner.agent.hears_of_snapshots = True
         self._report()
 
-    def announce(self, request: Mapping[str, object]) -> None:
-        """Handle `watermark`: tell all workers which step is whole."""
-        self._watermark = decode(StateMark, request.get("mark"))
-        given_up = request.get("given_up")
-        self._given_up = None if given_up is None else decode(StateMark, given_up)
+    def announce(self, request: SnapshotWatermark) -> None:
+        """Tell all workers which step is whole."""
+        self._watermark = request
         for link in self._links.values():
             self._tell_watermark(link)
 
     def _tell_watermark(self, link: WorkerLink) -> None:
         if self._watermark is not None:
-            given_up = None if self._given_up is None else asdict(self._given_up)
-            link.tell("watermark", mark=asdict(self._watermark), given_up=given_up)
+            link.tell("watermark", **asdict(self._watermark))
 
     def _tell_pinned(self, link: WorkerLink) -> None:
         link.tell("pinned", mark=None if self._pinned is None else asdict(self._pinned))
@@ -173,7 +133,8 @@ class SnapshotSlots:
         own slots once all of them have reached that step. Copies are freed, so that an earlier part
         is never loaded together with a part of a redone step.
         """
-        self._given_up = None
+        if self._watermark is not None:
+            self._watermark = replace(self._watermark, given_up=None)
         if resume_step is None:
             return
         for slots in (*self._slots.values(), *self._replaced.values()):
@@ -259,8 +220,10 @@ class SnapshotSlots:
 
     def is_outdated(self, mark: StateMark) -> bool:
         """Return whether a newer mark than this one is whole on all nodes."""
-        known = self._watermark
-        return known is not None and (known.lineage, known.step) > (mark.lineage, mark.step)
+        if self._watermark is None:
+            return False
+        known = self._watermark.mark
+        return (known.lineage, known.step) > (mark.lineage, mark.step)
 
     # ------------------------------------------------------------------ memory
 

@@ -14,17 +14,15 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from .descriptors import close_fds, close_job_socket, write_warning
-from .frames import decode
-from .requests import ProgramSpec
-from .snapshot_slots import StateMark
 from .spawn import Program, reason_of
 from .warm_forks import FORK_TIMEOUT_S, WarmStart
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from .child_exits import Child
+    from .requests import StateMark, WriteSnapshots
     from .runner import Runner
     from .warm_forks import Fork
 
@@ -41,10 +39,8 @@ class SnapshotWriters:
         self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 
-    def write(self, request: Mapping[str, object]) -> None:
-        """Handle `write_snapshots`. An event reports the result."""
-        mark = decode(StateMark, request.get("mark"))
-        spec = decode(ProgramSpec, request)
+    def write(self, spec: WriteSnapshots) -> None:
+        mark = spec.mark
         if self._mark is not None:
             self._tell(mark, "another step is still being written")
             return

@@ -55,7 +55,7 @@ from dataclasses import asdict, dataclass
 from .channel import Channel, MalformedFrameError
 from .frames import Number, RequestError, Small, Text, decode
 from .processes import live_connection, mark_of, new_mark, session_of
-from .snapshot_slots import MAX_SHARDS, MAX_SLOT_BYTES, Snapshot
+from .requests import MAX_SHARDS, MAX_SLOT_BYTES, Snapshot
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

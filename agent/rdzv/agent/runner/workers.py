@@ -357,10 +357,11 @@ class Workers:
             return
         if number > stopping.number:
             raise RequestError(f"round {number} cannot stop: it is round {stopping.number} here")
-        if request.keep_s is not None:
-            stopping.begin_parking(request.keep_s, request.not_kept)
-        keep = request.keep_s is not None
-        self.begin_stop(stopping, request.signal, request.grace_s, keep=keep)
+        if request.keep_ms is not None:
+            stopping.begin_parking(request.keep_ms / 1000, request.not_kept)
+        signum = signal.SIGTERM if request.signum is None else request.signum
+        keep = request.keep_ms is not None
+        self.begin_stop(stopping, signum, request.grace_ms / 1000, keep=keep)
 
     def begin_stop(
         self, stopping: Round, signum: int, grace_s: float, *, keep: bool = False
@@ -387,7 +388,7 @@ class Workers:
 
         A stop with the same signal does not send it again.
         """
-        signum, told = request.signal, self.round
+        signum, told = request.signum, self.round
         if told is None or request.round != told.number or signum in told.signals_sent:
             return
         told.signals_sent.add(signum)

@@ -201,7 +201,7 @@ class ZygoteProcess:
             return
         try:
             self._zygote = start_linked(
-                self._runner, "the zygote", partial(_program_of, spec), self._note_exit,
+                self._runner, "the zygote", partial(_program_of, spec), self._end_zygote,
                 self._take_message, self._lose_link, MAX_MESSAGE_BYTES,
             )  # fmt: skip
         except OSError as error:
@@ -227,7 +227,7 @@ class ZygoteProcess:
         if isinstance(error, ValueError):  # Otherwise it has ended, as its exit is about to show.
             self.give_up(f"it sent something else than a message: {error}")
 
-    def _note_exit(self, child: Child, code: int) -> None:
+    def _end_zygote(self, child: Child, code: int) -> None:
         assert self._zygote is not None
         _, link = self._zygote
         while link.read():

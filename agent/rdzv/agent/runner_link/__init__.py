@@ -27,14 +27,12 @@ from rdzv.agent.runner_link.found_runner import (
     SilentRunnerError,
 )
 from rdzv.agent.runner_link.runner_link import (
-    CopyCredentials,
     RunnerHello,
     RunnerLink,
     StartedRunner,
 )
 
 __all__ = [
-    "CopyCredentials",
     "FoundRunner",
     "KeepSpec",
     "NotAdoptableError",

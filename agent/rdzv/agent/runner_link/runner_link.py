@@ -11,10 +11,11 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rdzv.agent import job_programs, runner
 from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, WorkersGone
@@ -23,10 +24,8 @@ from rdzv.agent.runner.descriptors import close_fds
 from rdzv.agent.runner.requests import (
     Heard,
     KeepSpec,
-    ProgramSpec,
     StartStoreHost,
     StartWorkers,
-    StopWorkers,
     WorkerSpec,
     type_of,
 )
@@ -34,9 +33,7 @@ from rdzv.agent.runner.spawn import NOT_STARTED
 from rdzv.agent.runner.system import Identity
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.runner_link.runner_events import OnEvent, RunnerLog, decode_event, number_of
-from rdzv.core.model import SnapshotMark
-from rdzv.core.snapshots import CopySource
-from rdzv.structs import as_dict, struct
+from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent.runner")
 
@@ -65,18 +62,6 @@ class RunnerHello:
     """The rounds that have a store host."""
     kept: Mapping[str, str]
     """The values that the runner keeps for its next agent, by name."""
-
-
-@struct(frozen=True)
-class CopyCredentials:
-    """The credentials of a node's snapshot carrier."""
-
-    token: str
-    fingerprint: str = ""
-    """The certificate's SHA-256 fingerprint in hexadecimal; empty if the carrier does not encrypt.
-    """
-    pem: str = ""
-    """The certificate and its private key."""
 
 
 class StartedRunner:
@@ -180,8 +165,13 @@ class RunnerLink:
         return self._pid
 
     def ask(self, request: Any, *fds: int) -> None:
-        """Send a request of runner/requests.py. Raises `ValueError` if it is too large."""
-        self._send({"type": type_of(type(request)), **_portable(asdict(request))}, *fds)
+        """Send a request of runner/requests.py, or a struct with its name and fields.
+
+        Raises:
+            ValueError: it is too large.
+        """
+        fields = msgspec.to_builtins(request, enc_hook=str)
+        self._send({"type": type_of(type(request)), **_portable(fields)}, *fds)
 
     async def let_go(self, timeout_s: float) -> None:
         """Leave the runner to the next agent: send unsent requests and stop receiving events."""
@@ -232,72 +222,6 @@ class RunnerLink:
             log.error("cannot start the store host of round %d: %s", round, error)
             not_started = StoreHostExited(round, exit_code=NOT_STARTED)
             self._loop.call_soon(self._on_event, not_started)
-
-    def stop_workers(
-        self,
-        round: int,
-        signum: int,
-        grace_ms: int,
-        keep_ms: int | None = None,
-        not_kept: Sequence[int] = (),
-    ) -> None:
-        """Signal the round's workers. After the grace period, kill them and all their descendants.
-
-        With `keep_ms`, workers that can be kept have that much time to park instead, except that
-        the LOCAL_RANKs in `not_kept` are killed at once. A second call may shorten the grace
-        period, but not extend it. `WorkersGone` follows, at once if no process of the round is
-        here.
-        """
-        keep_s = None if keep_ms is None else _seconds(keep_ms)
-        self.ask(StopWorkers(round, int(signum), _seconds(grace_ms), keep_s, tuple(not_kept)))
-
-    def announce_watermark(self, mark: SnapshotMark, given_up: SnapshotMark | None = None) -> None:
-        """Tell the workers that all parts of this step are saved, so older ones may be overwritten.
-
-        After the first call, workers overwrite only snapshots that are older than the announced
-        step, and newer ones up to `given_up`, none of which will ever have all their parts.
-        """
-        more = None if given_up is None else as_dict(given_up)
-        self._send({"type": "watermark", "mark": as_dict(mark), "given_up": more})
-
-    def write_snapshots(
-        self,
-        mark: SnapshotMark,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Path | None,
-        identity: Identity | None,
-    ) -> None:
-        """Start a process that writes this node's parts of a step; `SnapshotsWritten` follows.
-
-        The runner appends the mark and the slots' descriptors to `argv`.
-        """
-        how = _program(argv, env, cwd, identity)
-        self._send({"type": "write_snapshots", **how, "mark": as_dict(mark)})
-
-    def carry_copies(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cwd: Path | None,
-        identity: Identity | None,
-        credentials: CopyCredentials,
-    ) -> None:
-        """Start a process that exchanges snapshots with other nodes, or replace its credentials.
-
-        The runner appends a descriptor to `argv`.
-        """
-        how = _program(argv, env, cwd, identity)
-        self._send({"type": "carry_copies", **how, **as_dict(credentials)})
-
-    def fetch_copies(self, mark: SnapshotMark, sources: Sequence[CopySource]) -> None:
-        """Fetch and keep copies of other nodes' parts of a step.
-
-        Call this only while the runner has a carrier. Older copies are kept until these are
-        complete, unless a newer step is already whole on all nodes.
-        """
-        asked = [as_dict(source) for source in sources]
-        self._send({"type": "fetch_copies", "mark": as_dict(mark), "sources": asked})
 
     def kill(self) -> None:
         """Kill all processes now, including the runner. `RunnerExited` follows."""
@@ -476,18 +400,6 @@ def _start_runner(fd: int) -> subprocess.Popen[bytes]:
     # In UTF-8 mode, its strings stand for the same bytes as those made by `_portable`.
     command = [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), str(fd)]
     return subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
-
-
-def _seconds(ms: int) -> float:
-    return max(ms / 1000, 0.0)
-
-
-def _program(
-    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None, identity: Identity | None
-) -> dict[str, Any]:
-    where = None if cwd is None else str(cwd)
-    program: dict[str, Any] = _portable(asdict(ProgramSpec(tuple(argv), env, where, identity)))
-    return program
 
 
 def _portable(value: Any) -> Any:
