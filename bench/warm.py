@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 
 from rdzv.agent.core.events import RunnerEvent, WorkerExited, WorkersGone, ZygoteReady
-from rdzv.agent.runner.requests import StopWorkers
+from rdzv.agent.runner.requests import StopWorkers, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.warm_forks import SPARE_FORKS_AFTER_S
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 SPARE_WITHIN_S = 1.0
 """How long forking ahead may take, once it begins."""

@@ -8,6 +8,7 @@ process; or a worker's error file, or its step.
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import struct
@@ -26,9 +27,8 @@ from rdzv.agent.runner.child_exits import Child
 from rdzv.agent.runner.frames import decode
 from rdzv.agent.runner.requests import PROTOCOL_VERSION, RenewFence, Serve, StartWorkers, ZygoteSpec
 from rdzv.agent.runner.runner import Runner
-from rdzv.agent.runner.zygote_process import Zygote
-from rdzv.agent.runner_link import NotAdoptableError
-from rdzv.agent.runner_link.found_runner import read_hello
+from rdzv.agent.runner.spawn import Program
+from rdzv.agent.runner_link.found_runner import NotAdoptableError, read_hello
 from rdzv.agent.runner_link.runner_events import EVENTS, decode_event, number_of
 from rdzv.agent.system.error_files import read_error
 from rdzv.server.settings.configuration import Configuration
@@ -39,10 +39,31 @@ from tests.fuzz.surface import FoundError, Input, Step, Surface, Take, refusing
 
 _WORDS = (
     *("type", "workers", "env", "argv", "cwd", "round", "local_rank", "pid", "cpus", "identity"),
-    *("uid", "gid", "groups", "umask", "limits", "grace_s", "orphan_timeout_s", "socket", "number"),
+    *(
+        "uid",
+        "gid",
+        "groups",
+        "umask",
+        "limits",
+        "grace_ms",
+        "orphan_timeout_s",
+        "socket",
+        "number",
+    ),
     *("version", "kept", "last_round", "store_hosts", "zygote", "modules", "reason", "message"),
     *("ready", "refused", "forked", "pids", "threads", "memory_kb", "seconds", "extraInfo"),
-    *("fence_at_ms", "signal", "name", "value", "wait_s", "format", "placement", "fd", "port"),
+    *(
+        "number",
+        "fence_at_ms",
+        "signum",
+        "name",
+        "value",
+        "wait_s",
+        "format",
+        "placement",
+        "fd",
+        "port",
+    ),
 )
 _REQUESTS = (
     *("start_workers", "stop_workers", "notify_workers", "stop_store_host", "renew_fence"),
@@ -70,8 +91,8 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
             }
         ],
     },
-    "stop_workers": {"round": 1, "signal": 15, "grace_s": 1.0},
-    "notify_workers": {"round": 1, "signal": 10},
+    "stop_workers": {"round": 1, "signum": 15, "grace_ms": 1_000},
+    "notify_workers": {"round": 1, "signum": 10},
     "renew_fence": {"fence_at_ms": 2**52},
     "keep_zygote": {"argv": ["python"], "env": {}, "cwd": None, "modules": ["json"], "wait_s": 1.0},
     "serve": {"socket": "@socket", "orphan_timeout_s": 1.0, "grace_s": 1.0},
@@ -215,21 +236,25 @@ class _Unkillable(Child):
 
 def _hear_zygote(data: bytes) -> None:
     """Let a runner read a zygote's messages."""
-    (ours, theirs), (agent, of_runner) = socket.socketpair(), socket.socketpair()
+    agent, of_runner = socket.socketpair()
     runner = Runner(Channel(of_runner))
+    ends: list[socket.socket] = []
+
+    def start(_name: str, program: Program, on_exit: Any, *, spared: bool) -> Child:
+        ends.append(socket.socket(fileno=os.dup(next(iter(program.pass_fds)))))
+        return _Unkillable(1, on_exit, spared=spared)
+
+    runner.children.start = start  # type: ignore[method-assign, assignment]
     keeper = runner.forks.zygote
-    keeper.spec = ZygoteSpec(("true",), {}, None, (), spare_forks=1)
-    zygote = Zygote(theirs, keeper.spec)
-    zygote.child = _Unkillable(1, lambda _child, _code: None, spared=True)
+    keeper.keep(ZygoteSpec(("true",), {}, None, (), spare_forks=1))
     try:
-        keeper.attach(zygote)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with suppress(OSError):
-            ours.send(struct.pack(">I", len(data)) + data[:100_000])
-            keeper.read(zygote)
+            ends[0].send(struct.pack(">I", len(data)) + data[:100_000])
+            for call in runner.loop.wait(0.0):
+                call()
     finally:
-        ours.close()
-        theirs.close()
+        ends[0].close()
         keeper.give_up("its test is over")  # Closes the links of the forks that it requested.
         runner.close()
         agent.close()

@@ -17,8 +17,8 @@ from waiting import pause_s
 
 from rdzv.agent import job_programs, runner
 from rdzv.agent.core.events import RunnerEvent, WorkersGone, WorkerStarted
-from rdzv.agent.runner.requests import StopWorkers
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec
+from rdzv.agent.runner.requests import StopWorkers, WorkerSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 RUNNER = Path(runner.__file__).with_name("__main__.py")
 """The program."""

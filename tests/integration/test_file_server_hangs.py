@@ -18,7 +18,7 @@ from cluster import BIN, Cluster, cluster
 from file_server import FileServer, serving
 from test_daemon import REPORT, Daemons, worker
 
-from rdzv.agent.runner_link import end_spared, start_spared
+from rdzv.agent.runner_link.agent_children import end_spared, start_spared
 
 WATCHDOG_S = 5.0
 

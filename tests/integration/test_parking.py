@@ -34,9 +34,8 @@ from rdzv.agent.core.events import (
     WorkerSuspected,
 )
 from rdzv.agent.runner.held_connections import HELD_S
-from rdzv.agent.runner.requests import EndKept, RenewFence, StopWorkers
+from rdzv.agent.runner.requests import EndKept, KeepSpec, RenewFence, StopWorkers, WorkerSpec
 from rdzv.agent.runner.system import Identity, boottime_ms
-from rdzv.agent.runner_link import KeepSpec, WorkerSpec
 from rdzv.core.model import KeptWorker
 from tests.support.whole_lines import lines_of
 

@@ -18,7 +18,8 @@ from rdzv.agent.core.events import (
     WorkersGone,
     ZygoteLost,
 )
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink
 from tests.support.accounts import (
     ADA,
     SECRET,

@@ -43,9 +43,15 @@ from rdzv.agent.runner.processes import (
     is_of_family,
     mark_of,
 )
-from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, StopStoreHost, StopWorkers
+from rdzv.agent.runner.requests import (
+    NotifyWorkers,
+    RenewFence,
+    StopStoreHost,
+    StopWorkers,
+    WorkerSpec,
+)
 from rdzv.agent.runner.system import boottime_ms
-from rdzv.agent.runner_link import RunnerLink, StartedRunner, WorkerSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink, StartedRunner
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
 # ---------------------------------------------------------------------- tools
@@ -720,7 +726,7 @@ def test_a_runner_whose_files_are_gone_does_not_run_the_script_for_a_zygote(tmp_
     assert not ran.exists()
 
 
-STOP = {"type": "stop_workers", "round": 0, "signal": 15}
+STOP = {"type": "stop_workers", "round": 0}
 
 
 @pytest.mark.parametrize(
@@ -728,13 +734,13 @@ STOP = {"type": "stop_workers", "round": 0, "signal": 15}
     [
         ({}, "type: expected str, got None"),
         ({"type": "dance"}, "there is no request 'dance'"),
-        ({**STOP, "grace_s": -1}, "grace_s: expected float, got -1"),
+        ({**STOP, "grace_ms": "1"}, "grace_ms: expected int, got '1'"),
         ({"type": "start_store_host", "round": 0, "argv": ["x"], "env": {}}, "listening socket"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(request_: object, reason: str) -> None:
     with bare_runner() as sock:
-        sock.sendall(frame(request_) + frame({**STOP, "grace_s": 0}))
+        sock.sendall(frame(request_) + frame({**STOP, "grace_ms": 0}))
         refused = read_event(sock)
         assert refused["type"] == "error"
         assert reason in str(refused["reason"])
@@ -760,7 +766,7 @@ def test_what_crosses_a_shutdown_is_no_error() -> None:
     """An agent confirms what it has heard, and asks again if the end takes long."""
     shutdown, heard = frame({"type": "shutdown"}), frame({"type": "heard", "number": 0})
     with bare_runner() as sock:
-        sock.sendall(shutdown + heard + shutdown + frame({**STOP, "grace_s": 0}))
+        sock.sendall(shutdown + heard + shutdown + frame({**STOP, "grace_ms": 0}))
         assert read_event(sock)["reason"] == "the runner is shutting down"
         assert sock.recv(1) == b""
 
@@ -768,7 +774,7 @@ def test_what_crosses_a_shutdown_is_no_error() -> None:
 def test_a_descriptor_that_belongs_to_no_request_is_closed() -> None:
     read_end, write_end = os.pipe()
     with bare_runner() as sock, os.fdopen(read_end, "rb") as pipe:
-        socket.send_fds(sock, [frame({**STOP, "grace_s": 0})], [write_end])
+        socket.send_fds(sock, [frame({**STOP, "grace_ms": 0})], [write_end])
         os.close(write_end)
         assert read_event(sock) == {"type": "gone", "round": 0}
         assert pipe.read() == b""

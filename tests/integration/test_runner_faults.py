@@ -33,16 +33,18 @@ from rdzv.agent.core.events import (
     WorkersGone,
 )
 from rdzv.agent.runner.channel import Channel
-from rdzv.agent.runner.requests import NotifyWorkers, RenewFence, Serve, StopWorkers
-from rdzv.agent.runner.spawn import NOT_STARTED
-from rdzv.agent.runner_link import (
-    FoundRunner,
-    NotAdoptableError,
-    RunnerLink,
+from rdzv.agent.runner.requests import (
+    NotifyWorkers,
+    RenewFence,
+    Serve,
+    StopWorkers,
     WorkerSpec,
     ZygoteSpec,
-    boottime_ms,
 )
+from rdzv.agent.runner.spawn import NOT_STARTED
+from rdzv.agent.runner.system import boottime_ms
+from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 SCRIPTS = Path(__file__).with_name("runner_scripts")
 CALLS = (SCRIPTS / "failing.txt").read_text().split()

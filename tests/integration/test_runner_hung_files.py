@@ -19,8 +19,9 @@ from runners import PATIENCE_S, RUNNER, Node, marked, state_of, until
 
 from rdzv.agent.core.events import Fenced, WorkerExited, WorkersGone, WorkerStarted, ZygoteReady
 from rdzv.agent.runner.channel import Channel
-from rdzv.agent.runner.requests import RenewFence
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
+from rdzv.agent.runner.requests import RenewFence, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.system import boottime_ms
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 
 @pytest.fixture(name="server")

@@ -34,14 +34,10 @@ from rdzv.agent.core.events import (
 from rdzv.agent.runner.descriptors import short_path
 from rdzv.agent.runner.requests import Keep, RenewFence, Serve, StopWorkers
 from rdzv.agent.runner.spawn import drop_oom_protection
-from rdzv.agent.runner_link import (
-    FoundRunner,
-    NotAdoptableError,
-    StartedRunner,
-    boottime_ms,
-    found_runner,
-    runner_link,
-)
+from rdzv.agent.runner.system import boottime_ms
+from rdzv.agent.runner_link import found_runner, runner_link
+from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError
+from rdzv.agent.runner_link.runner_link import StartedRunner
 
 LONG_S = 600.0
 SAYS_BYE = """
@@ -227,7 +223,7 @@ async def test_an_agent_that_does_not_know_its_version_leaves_it_and_its_time_ru
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()
     monkeypatch.setattr(found_runner, "PROTOCOL_VERSION", 0)
-    with pytest.raises(NotAdoptableError, match="speaks version 3 of the runner's protocol, and"):
+    with pytest.raises(NotAdoptableError, match="speaks version 4 of the runner's protocol, and"):
         await node.find()
     await node.gone()
     assert state_of(pid) == ""
@@ -242,7 +238,7 @@ async def test_who_only_looks_does_not_stop_the_clock_and_commands_nothing(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as looking:
         with short_path(node.path) as short:
             looking.connect(short)
-        request = json.dumps({"type": "stop_workers", "round": 0, "signal": 9, "grace_s": 0})
+        request = json.dumps({"type": "stop_workers", "round": 0, "signum": 9, "grace_ms": 0})
         looking.sendall(struct.pack(">I", len(request)) + request.encode())
         looking.settimeout(PATIENCE_S)
         said = b""

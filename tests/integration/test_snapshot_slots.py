@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,16 @@ from test_parking import Parking
 from rdzv.agent.core.events import SnapshotRefused, SnapshotsChanged, SnapshotsWritten, WorkerExited
 from rdzv.agent.runner.requests import (
     HoldSnapshots,
+    KeepSpec,
     Serve,
     SnapshotWatermark,
     StateMark,
     WriteSnapshots,
 )
-from rdzv.agent.runner_link import FoundRunner, KeepSpec, StartedRunner
+from rdzv.agent.runner_link.found_runner import FoundRunner
+from rdzv.agent.runner_link.runner_link import StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
-from rdzv.structs import as_dict, replace
+from rdzv.structs import as_dict
 
 MIB = 1 << 20
 MARK = '{"lineage": 0, "step": %d, "series": "abc", "shards": 1, "world_size": 1}'

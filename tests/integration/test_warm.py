@@ -36,9 +36,10 @@ from rdzv.agent.core.events import (
     ZygoteReady,
 )
 from rdzv.agent.runner.processes import children_of
-from rdzv.agent.runner.requests import RenewFence
+from rdzv.agent.runner.requests import RenewFence, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec, boottime_ms
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 SCRIPTS = Path(__file__).with_name("warm_scripts")
 CASES = str(SCRIPTS / "cases.py")

@@ -27,9 +27,9 @@ from rdzv.agent.core.events import (
     ZygoteLost,
     ZygoteReady,
 )
-from rdzv.agent.runner.requests import BeginZygote, RenewFence
+from rdzv.agent.runner.requests import BeginZygote, RenewFence, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.zygote_process import SETTLE_S
-from rdzv.agent.runner_link import RunnerLink, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink
 from rdzv.agent.system.accounts import Identity
 from tests.support.accounts import ADA, needs_root, own_folder, passable_folder
 

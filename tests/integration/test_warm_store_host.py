@@ -26,9 +26,9 @@ from rdzv.agent.core.events import (
     ZygoteReady,
 )
 from rdzv.agent.runner.processes import children_of
-from rdzv.agent.runner.requests import StopStoreHost
+from rdzv.agent.runner.requests import StopStoreHost, ZygoteSpec
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S
-from rdzv.agent.runner_link import RunnerLink, ZygoteSpec
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 pytest.importorskip("torch", reason="torch is not installed")
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import runner_link
 from rdzv.agent.agent_counts import NodeCounts
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import JobTerms
@@ -19,7 +18,7 @@ from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner import requests
 from rdzv.agent.runner.requests import WorkerSpec
-from rdzv.agent.runner_link import RunnerHello
+from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink
 from rdzv.core.model import Assignment, Settings, SnapshotMark
 from rdzv.messages import SnapshotWatermark
 from rdzv.v1 import rdzv_pb2 as pb
@@ -170,6 +169,6 @@ def use_runner(monkeypatch: pytest.MonkeyPatch, runner: FakeRunner) -> None:
     async def no_torch(*_: Any) -> bool:
         return False
 
-    monkeypatch.setattr(runner_link.RunnerLink, "spawn", spawn)
-    monkeypatch.setattr(runner_link, "become_subreaper", lambda: None)
+    monkeypatch.setattr(RunnerLink, "spawn", spawn)
+    monkeypatch.setattr(job_driver, "become_subreaper", lambda: None)
     monkeypatch.setattr(job_driver, "has_torch", no_torch)

@@ -29,7 +29,7 @@ from rdzv.agent.cli.options import parse_launch
 from rdzv.agent.core.model import EXIT_FAILED, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch, check_startable
 from rdzv.agent.runner.spawn import reason_of
-from rdzv.agent.runner_link import StartedRunner
+from rdzv.agent.runner_link.runner_link import StartedRunner
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.error_files import write_error
 from rdzv.agent.workers.fates import NodeOutcome, root_cause_exit_code, summary

@@ -14,21 +14,22 @@ import socket
 import sys
 from pathlib import Path
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import events
-from rdzv.agent.runner.processes import sweep_descendants
-from rdzv.agent.runner.requests import RenewFence
+from rdzv.agent.runner.processes import become_subreaper, sweep_descendants
+from rdzv.agent.runner.requests import RenewFence, WorkerSpec
+from rdzv.agent.runner.system import boottime_ms
+from rdzv.agent.runner_link.runner_link import RunnerLink
 
 READY = Path(sys.argv[1], "ready")
 
 
 async def main() -> None:
     heard: asyncio.Queue[events.RunnerEvent] = asyncio.Queue()
-    runner_link.become_subreaper()
-    link = await runner_link.RunnerLink.spawn(heard.put_nowait)
+    become_subreaper()
+    link = await RunnerLink.spawn(heard.put_nowait)
     env = dict(os.environ)
     argv = (sys.executable, "-S", *sys.argv[2:])
-    link.start_workers(0, [runner_link.WorkerSpec(0, argv, env, None, None, None)])
+    link.start_workers(0, [WorkerSpec(0, argv, env, None, None, None)])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         link.start_store_host(0, listening, sys.argv[1] + "/store_host", env)
     while not isinstance(await heard.get(), events.WorkerStarted):
@@ -36,7 +37,7 @@ async def main() -> None:
     if fence_ms := os.environ.get("FENCE_MS"):
         while not READY.exists():  # noqa: ASYNC110, ASYNC240
             await asyncio.sleep(0.01)
-        link.ask(RenewFence(runner_link.boottime_ms() + int(fence_ms)))
+        link.ask(RenewFence(boottime_ms() + int(fence_ms)))
     print("up", link.pid, flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     os.kill(link.pid, signal.SIGKILL)

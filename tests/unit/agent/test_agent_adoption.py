@@ -27,7 +27,8 @@ from rdzv.agent.handover.runner_adoption import RunnerAdoption
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.node.node import daemon_identity
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner_link import NotAdoptableError, RunnerHello, SilentRunnerError
+from rdzv.agent.runner_link.found_runner import NotAdoptableError, SilentRunnerError
+from rdzv.agent.runner_link.runner_link import RunnerHello
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core import model

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.core.model import AgentState, JobTerms, LeaveCause, Leaving, Phase
 from rdzv.agent.job import decisions, from_runner
@@ -22,6 +21,7 @@ from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.job.snapshots import SnapshotReports
 from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner.requests import ZygoteSpec
+from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.model import Cause, RoundEnd, Settings, Snapshot, SnapshotMark, Tally
@@ -599,7 +599,7 @@ async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
         if len(swept) == 1:
             raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(runner_link, "sweep_orphans", sweep_orphans)
+    monkeypatch.setattr(agent_children, "sweep_orphans", sweep_orphans)
     monkeypatch.setattr(from_runner, "SWEEP_AGAIN_S", 0.0)
     await f.runner.tell(events.RunnerExited(exit_code))
     outcome = await f.driver.wait()

@@ -32,13 +32,8 @@ from rdzv.agent.runner import requests
 from rdzv.agent.runner.channel import MAX_FRAME_BYTES, Channel
 from rdzv.agent.runner.frames import decode
 from rdzv.agent.runner.spawn import NOT_STARTED
-from rdzv.agent.runner_link import (
-    RunnerHello,
-    RunnerLink,
-    StartedRunner,
-    agent_children,
-    runner_link,
-)
+from rdzv.agent.runner_link import agent_children, runner_link
+from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink, StartedRunner
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.core.snapshots import CopySource
 from tests.support.lingering import LINGER_S

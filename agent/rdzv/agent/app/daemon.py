@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rdzv.agent import runner_link
 from rdzv.agent.app.agent_config import check_own, read_config
 from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.handover.runner_adoption import AdoptedRunner, RunnerAdoption, RunnerRecords
@@ -28,6 +27,7 @@ from rdzv.agent.node import node
 from rdzv.agent.node.placements import Placements
 from rdzv.agent.node.submitted_launch import Surroundings
 from rdzv.agent.output.run_folders import RunFolders
+from rdzv.agent.runner.processes import become_subreaper
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.accounts import identity_of_owner, open_untrusted
 from rdzv.agent.system.folder_trees import remove_tree
@@ -142,7 +142,7 @@ class Daemon:
             # The jobs that there may be have equal shares.
             snapshot_memory=None if memory is None else memory // settings.capacity,
         )
-        runner_link.become_subreaper()
+        become_subreaper()
         self._folders = RunFolders(settings.state_dir)
         identity = node.daemon_identity(settings.node_id, adoption.instance)
         self.link = ServerLink(settings.endpoints, identity, credentials=settings.credentials())

@@ -16,7 +16,8 @@ from rdzv.agent.core.commands import StopWorkers
 from rdzv.agent.core.model import AgentState
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import Keep, Serve
-from rdzv.agent.runner_link import NotAdoptableError, RunnerLink
+from rdzv.agent.runner_link.found_runner import NotAdoptableError
+from rdzv.agent.runner_link.runner_link import RunnerLink
 from rdzv.agent.system.accounts import Account
 from rdzv.core.model import JobSpec, Offer
 from rdzv.structs import struct
@@ -85,7 +86,6 @@ class HandoverPlan:
 
 
 def encode(kept: KeptPlacement | KeptState) -> str:
-    """Return a text from which the matching `decode_*` function restores an equal value."""
     # Unlike msgspec, json also accepts file names that are not valid text.
     return json.dumps(msgspec.to_builtins(kept, enc_hook=str), separators=(",", ":"))
 
@@ -102,7 +102,6 @@ def decode_placement(text: str | None) -> KeptPlacement:
 
 
 def decode_state(text: str | None) -> KeptState:
-    """Decode a kept state. Raises `NotAdoptableError` if it is missing or damaged."""
     return _decode(STATE, text, KeptState)
 
 
@@ -128,11 +127,9 @@ class StateKeeper:
         self._orphan_timeout_ms: int | None = None
 
     def keep_placement(self) -> None:
-        """Store the part of the state that does not change while this node holds the job."""
         self._runner.ask(Keep(PLACEMENT, encode(self._keeping.placement)))
 
     def keep(self, kept: KeptState) -> None:
-        """Store this state if it differs from the last one."""
         if kept != self._kept:
             self._kept = kept
             self._runner.ask(Keep(STATE, encode(kept)))

@@ -70,7 +70,6 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
 
 
 def _kill_marked(wanted: str) -> tuple[list[int], OSError | None]:
-    """Kill each process with this mark. Returns their pids, and why one could not be read."""
     found, unseen = [], None
     try:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208

@@ -31,13 +31,8 @@ from rdzv.agent.handover.handover_state import (
     decode_state,
 )
 from rdzv.agent.handover.leaked_processes import kill_leaked, mark_of
-from rdzv.agent.runner_link import (
-    FoundRunner,
-    NotAdoptableError,
-    SilentRunnerError,
-    kill_hung,
-    wait_for_exit,
-)
+from rdzv.agent.runner_link.agent_children import kill_hung, wait_for_exit
+from rdzv.agent.runner_link.found_runner import FoundRunner, NotAdoptableError, SilentRunnerError
 from rdzv.agent.system.side_thread import in_time
 from rdzv.structs import struct
 
@@ -92,7 +87,6 @@ class RunnerAdoption:
     """Adopts the runners that the previous agent left, and leaves this one's to the next agent."""
 
     def __init__(self, runtime_dir: Path, node_id: str) -> None:
-        """Use a runtime directory, whose lock the caller must hold."""
         self._file = runtime_dir / "instance.json"
         self._sockets = runtime_dir / "runners"
         self._node_id = node_id
@@ -125,7 +119,6 @@ class RunnerAdoption:
         return adopted
 
     def note_welcome(self, incarnation: int, leadership: int, lease_ms: int) -> None:
-        """Record the values that the server assigned to this instance."""
         known = NodeInstance(self.instance.instance, incarnation, leadership, lease_ms)
         if known != self.instance:
             self.instance = known
@@ -247,7 +240,6 @@ class RunnerRecords:
         self._own: set[int] = set()
 
     def note(self, pid: int) -> None:
-        """Record a runner: a new one before it starts any workers, or an adopted one."""
         self._own.add(pid)
         try:
             self._folder.mkdir(exist_ok=True)
@@ -261,7 +253,6 @@ class RunnerRecords:
             (self._folder / str(pid)).unlink()
 
     async def former_gone(self) -> None:
-        """Wait until the previous agent's runners, except adopted ones, have ended."""
         for path in self._former():
             pid = int(path.name)
             while (process := self._open(path)) is not None:
@@ -280,7 +271,6 @@ class RunnerRecords:
         return [path for path in found if int(path.name) not in self._own]
 
     def _open(self, path: Path) -> int | None:
-        """Return a pidfd for the recorded process, or None if the process has ended."""
         try:
             process = os.pidfd_open(int(path.name))
         except OSError:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent import runner_link
 from rdzv.agent.inventory import xid
 from rdzv.agent.inventory.resources import parts_of
+from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed, size_text
 
@@ -63,7 +63,7 @@ async def run_in_session(
     )
     try:
         try:
-            process = await runner_link.start_spared(
+            process = await agent_children.start_spared(
                 *args,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_fd,
@@ -85,7 +85,7 @@ async def run_in_session(
                     await process.wait()
                     await reading
             reading.cancel()
-            runner_link.spare_no_more(process.pid)
+            agent_children.spare_no_more(process.pid)
     finally:
         pipe.close()
 

@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
+from rdzv.agent.runner.system import boottime_ms
+from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.agent.system.side_thread import in_time
 from rdzv.runtime.clock import monotonic_ms
@@ -77,7 +78,7 @@ class RunnerEvents:
             case events.WorkerNotKept():
                 job.fates.worker_not_kept(event.local_rank, event.pid, event.reason)
             case events.Fenced():
-                ago_ms = max(runner_link.boottime_ms() - event.at_ms, 0)
+                ago_ms = max(boottime_ms() - event.at_ms, 0)
                 job.post(replace(event, at_ms=monotonic_ms() - ago_ms))
             case events.SnapshotsChanged():
                 job.copies.note(job, event)
@@ -114,7 +115,7 @@ class RunnerEvents:
     async def _end_leftovers(self) -> bool:
         """Return False if they could not be searched for."""
         try:
-            await runner_link.sweep_orphans()
+            await agent_children.sweep_orphans()
             if self._socket is not None:
                 # If the runner had been adopted, they are now children of init.
                 mark = leaked_processes.mark_of(self._socket)

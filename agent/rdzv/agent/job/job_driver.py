@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rdzv import messages
-from rdzv.agent import runner_link
 from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
@@ -30,6 +29,9 @@ from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import StackAnswers
 from rdzv.agent.output.run_files import Written
 from rdzv.agent.runner import requests, spawn
+from rdzv.agent.runner.processes import become_subreaper
+from rdzv.agent.runner_link.found_runner import FoundRunner
+from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink, StartedRunner
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.agent.system.owned_tasks import OwnedTasks
@@ -81,7 +83,7 @@ class JobDriver:
         run: str = "",
         keeping: handover_state.HandoverPlan | None = None,
         examine: Callable[[], Awaitable[str]] | None = None,
-        started: runner_link.StartedRunner | None = None,
+        started: StartedRunner | None = None,
     ) -> None:
         """Drive this launch. `run` is the run in which it takes part, if already known.
 
@@ -112,7 +114,7 @@ class JobDriver:
         self._keeping = keeping
         self._keeper: handover_state.StateKeeper | None = None
         self._started = started
-        self._linked: runner_link.RunnerLink | None = None
+        self._linked: RunnerLink | None = None
         self._last_round: LocalRound | None = None
         self._zygote_begun = False
         self._preparing = False
@@ -140,11 +142,11 @@ class JobDriver:
         await self.event_log.open()
         await self.workers.prepare()
         self._set_offer(await _make_offer(self.launch))
-        runner_link.become_subreaper()
+        become_subreaper()
         if self._started is not None:
             runner = self._started.link(self._events.hear)
         else:
-            runner = await runner_link.RunnerLink.spawn(self._events.hear)
+            runner = await RunnerLink.spawn(self._events.hear)
         self.counts.has_runner = True
         self.ready.set()
         # The placement is stored before anything is started, so the next agent always finds it.
@@ -163,7 +165,7 @@ class JobDriver:
             # If a stream is already open, its Hello did not include this job.
             self.decisions.guard(self._join, rejoin(self.decisions.state))
 
-    def resume(self, found: runner_link.FoundRunner, kept: handover_state.KeptState) -> None:
+    def resume(self, found: FoundRunner, kept: handover_state.KeptState) -> None:
         """Continue the job where the previous agent left it, and include it in every Hello.
 
         `found` is the job's adopted runner. Events that it has held back are handled as if they had
@@ -187,7 +189,7 @@ class JobDriver:
             self.fates.begin(assignment, found.hello.workers if started else {})
             if started or state.phase is not Phase.RUNNING:
                 self._last_round.resume(kept, found.hello)
-        runner_link.become_subreaper()
+        become_subreaper()
         running = () if state.workers_gone else tuple(found.hello.workers)
         self.counts.adopted(running, assignment.restarts if assignment else None)
         self._take_charge(found.link(self._events.hear))
@@ -195,7 +197,7 @@ class JobDriver:
         self.decisions.guard(self._redo, kept, found.hello)
         self.post(events.Ticked())
 
-    def _redo(self, kept: handover_state.KeptState, hello: runner_link.RunnerHello) -> None:
+    def _redo(self, kept: handover_state.KeptState, hello: RunnerHello) -> None:
         """Repeat any decisions of the previous agent that it may not have carried out."""
         state, assignment = self.decisions.state, self.decisions.state.assignment
         if state.outcome is not None and state.phase is Phase.ENDED:
@@ -222,7 +224,7 @@ class JobDriver:
             keep_ms = None if again.keep_ms is None else max(again.keep_ms - spent_ms, 0)
             self._do(replace(again, grace_ms=max(again.grace_ms - spent_ms, 0), keep_ms=keep_ms))
 
-    def _take_charge(self, runner: runner_link.RunnerLink) -> None:
+    def _take_charge(self, runner: RunnerLink) -> None:
         self._linked = runner
         runner.ask(requests.HoldSnapshots(self.launch.snapshot_memory))
         if self._keeping is not None:
@@ -299,7 +301,7 @@ class JobDriver:
     # ------------------------------------------------------------------ state
 
     @property
-    def runner(self) -> runner_link.RunnerLink:
+    def runner(self) -> RunnerLink:
         assert self._linked is not None
         return self._linked
 

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
-from rdzv.agent import runner_link
 from rdzv.agent.core import commands, events
 from rdzv.agent.core.machine import rejoins_after_failure
 from rdzv.agent.core.model import Phase
@@ -23,6 +22,7 @@ from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exi
 from rdzv.agent.handover.handover_state import KeptState, KeptStop
 from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
+from rdzv.agent.runner_link.runner_link import RunnerHello
 from rdzv.agent.system.error_files import unread
 from rdzv.core.model import Assignment, KeptWorker, Moved
 from rdzv.errors import InvalidRequestError
@@ -67,7 +67,7 @@ class LocalRound:
         self._job.observers.open_round(self.assignment)
         self._begin_task(self._run())
 
-    def resume(self, kept: KeptState, hello: runner_link.RunnerHello) -> None:
+    def resume(self, kept: KeptState, hello: RunnerHello) -> None:
         """Take over the previous agent's workers, and supervise them until the round is over."""
         job, state = self._job, kept.state
         self.kept_stop = kept.stop

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from rdzv.agent.core.events import SnapshotsChanged, SnapshotsWritten
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner.requests import CarryCopies, StateMark, WriteSnapshots
-from rdzv.agent.runner_link import RunnerLink
+from rdzv.agent.runner_link.runner_link import RunnerLink
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.core.model import Assignment, SnapshotMark
 from rdzv.messages import SnapshotsHeld

@@ -49,7 +49,6 @@ def cuda_gpus(driver: Any) -> list[str]:
 
 
 def print_cuda_gpus(library: str) -> None:
-    """Print the GPUs that CUDA shows to this process, for `numa.visible_gpu_pci_addresses`."""
     answer: dict[str, Any] = {"gpus": [], "why_none": "", "failure": ""}
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # Keeps the driver's own output separate from the result.

@@ -15,7 +15,7 @@ from pathlib import Path
 from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.numa import NumaBinding
-from rdzv.agent.runner_link import ask_spared
+from rdzv.agent.runner_link.agent_children import ask_spared
 from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
@@ -148,11 +148,9 @@ class Launch:
 
     @property
     def identity(self) -> Identity | None:
-        """The account's numeric ids."""
         return None if self.account is None else self.account.identity
 
     def argv(self, local_rank: int) -> tuple[str, ...]:
-        """Return the command line of a worker."""
         args = substitute_local_rank(self.args, local_rank)
         if self.no_python:
             return (self.script, *args)
@@ -232,7 +230,6 @@ def _check_chdir(chdir: Path) -> None:
 
 
 def _is_program(launch: Launch, name: str) -> bool:
-    """Return whether a worker could execute this path, or find this name on its PATH."""
     if os.sep in name:
         return _is_executable(_from(launch, name))
     path = launch.environ.get("PATH", os.defpath)
@@ -245,7 +242,6 @@ def _is_executable(path: str | Path) -> bool:
 
 
 def _from(launch: Launch, path: str) -> str:
-    """Resolve a path relative to the workers' working directory."""
     return path if launch.chdir is None or not path else str(launch.chdir / path)
 
 
@@ -262,7 +258,6 @@ def _check_folder(option: str, folder: Path) -> None:
 
 
 def _is_there(path: str | Path) -> bool:
-    """Return whether a file exists, or False if its folders cannot be searched."""
     try:
         return bool(str(path)) and Path(path).exists()
     except OSError:
@@ -348,7 +343,6 @@ COUNT_TIMEOUT_S = 120.0
 
 
 def count_cpus() -> int:
-    """Count the CPUs available to this process, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 

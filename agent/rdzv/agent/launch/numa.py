@@ -30,7 +30,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from rdzv.agent import runner_link
+from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.accounts import Account, started_as
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.core.words import counted
@@ -161,7 +161,6 @@ class _Machine:
         return self._number(f"devices/system/cpu/cpu{cpu}/topology/physical_package_id")
 
     def core_of(self, cpu: int) -> int:
-        """Identify a CPU's physical core by the first of its hardware threads."""
         return self._first(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
 
     def core_complex_of(self, cpu: int) -> int:
@@ -247,7 +246,6 @@ class _Place:
 
 
 def _homes(machine: _Machine, local_world_size: int, gpus: Sequence[str]) -> list[int]:
-    """Return each worker's NUMA node; without GPUs, the workers are spread in blocks."""
     if gpus:
         if local_world_size > len(gpus):
             raise _UnbindableError(
@@ -371,10 +369,9 @@ async def visible_gpu_pci_addresses(
 async def ask_cuda(
     environ: Mapping[str, str], account: Account | None, library: str, timeout_s: float
 ) -> tuple[tuple[str, ...], str]:
-    """Return the GPUs that CUDA shows, or the reason why it does not show any."""
     try:
         with started_as(account) as how:
-            code, said, complaint = await runner_link.ask_spared(
+            code, said, complaint = await agent_children.ask_spared(
                 # Isolated by -I and -S, because PYTHONPATH and the like belong to the job.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
                 timeout_s=timeout_s,
@@ -408,7 +405,6 @@ _PCI_CLASS_ACCELERATOR = "0x12"
 
 
 def _gpus_on_pci(sysfs: Path) -> tuple[str, ...]:
-    """Return the addresses of NVIDIA's and AMD's display devices and of any accelerators."""
     found = []
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
         pci_class = _text_or_nothing(device / "class")

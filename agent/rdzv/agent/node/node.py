@@ -16,7 +16,7 @@ from rdzv.agent.inventory.preemption import Preemption, reporting_preemptions
 from rdzv.agent.job.job_driver import JobDriver
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.node.server_hosting import serving_if_elected, serving_itself, serving_others
-from rdzv.agent.runner_link import StartedRunner
+from rdzv.agent.runner_link.runner_link import StartedRunner
 from rdzv.agent.server_link.link import NodeIdentity, ServerLink
 from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.nodes import AgentKind

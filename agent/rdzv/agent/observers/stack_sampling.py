@@ -24,7 +24,7 @@ from typing import Any
 from rdzv.agent.core.model import AgentState
 from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import FlightRecord, entries_for
-from rdzv.agent.runner_link import ask_spared
+from rdzv.agent.runner_link.agent_children import ask_spared
 from rdzv.agent.system.accounts import Identity
 from rdzv.core.evidence.collectives import FINISHED
 from rdzv.core.evidence.stacks import (

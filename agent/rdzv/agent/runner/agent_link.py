@@ -72,11 +72,9 @@ class AgentLink:
 
     @property
     def connected(self) -> bool:
-        """Whether an agent is connected, whether or not it is in charge."""
         return self._channel is not None
 
     def attach(self, channel: Channel) -> None:
-        """Connect to the agent at the other end of a channel. May raise `OSError`."""
         self._loop.watch(channel.fileno(), self.read)
         self._channel = channel
 
@@ -95,7 +93,6 @@ class AgentLink:
             self._loop.call_at(time.monotonic() + self._orphan_timeout_s, self._give_up)
 
     def close(self) -> None:
-        """Stop listening for the next agent, and disconnect."""
         if self._listener is not None:
             self._loop.call_at(None, self._listen_again)
             self._loop.unwatch(self._listener.fileno())
@@ -132,7 +129,6 @@ class AgentLink:
                 self.disconnect()
 
     def take_fd(self) -> int | None:
-        """Return the descriptor sent with a request, or None. The caller owns the descriptor."""
         return None if self._channel is None else self._channel.take_fd()
 
     @property
@@ -141,7 +137,6 @@ class AgentLink:
         return self._channel is not None and self._channel.lost_fds
 
     def serve(self, request: Serve) -> None:
-        """Outlive the agent from now on. A second request only changes the times."""
         if "\0" in request.socket:
             raise RequestError(f"socket: {request.socket!r:.80}")
         if self._path is None:
@@ -241,7 +236,6 @@ class AgentLink:
             self._loop.call_at(time.monotonic() + PAUSE_S, self._listen_again)
 
     def _give_up(self) -> None:
-        """Stop the workers, and then everything, because no agent has come."""
         write_warning(
             f"runner pid {os.getpid()}: no agent within {self._orphan_timeout_s:g} s; "
             "stopping its workers"

@@ -73,12 +73,10 @@ class Channel:
         """Whether a message lost its descriptors because this process had too many open."""
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, or -1 once closed."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` should be called when the socket becomes writable."""
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, object], *fds: int) -> None:
@@ -221,7 +219,6 @@ class Link(Channel):
         return self.fileno() >= 0
 
     def watch(self) -> None:
-        """Let the loop read this link. May raise `OSError`."""
         self._loop.watch(self.fileno(), self.read)
 
     def tell(self, message: Mapping[str, object], *fds: int) -> None:

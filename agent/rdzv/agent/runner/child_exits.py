@@ -102,7 +102,6 @@ class Child:
         return self._exit_code
 
     def kill(self) -> None:
-        """Send SIGKILL to the child, unless it has been reaped."""
         if self._exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -126,7 +125,6 @@ class Children:
         self._loop.watch(self._sigchld.fileno(), self._read_sigchld)
 
     def close(self) -> None:
-        """Close the descriptors that were opened at startup."""
         self._own.close()
         if self._sigchld is not None:
             self._sigchld.close()
@@ -172,7 +170,6 @@ class Children:
         return child
 
     def launching(self) -> set[int]:
-        """Return the pids of children that are not running their programs yet."""
         return {child.pid for child in self._launching}
 
     def _read_launch(self, child: Child) -> None:
@@ -224,7 +221,6 @@ class Children:
         self._reap_unwatched()
 
     def _reap_unwatched(self) -> None:
-        """Reap exited children that have no pidfd, and so are announced only by SIGCHLD."""
         self._loop.call_at(None, self._reap_unwatched)
         for child in [child for child in self._children.values() if child.pidfd is None]:
             self._reap_child(child)
@@ -242,7 +238,6 @@ class Children:
     # ------------------------------------------------------------------ killing
 
     def known(self) -> list[int]:
-        """List the known children that are not spared, without asking the kernel."""
         return sorted(self._children.keys() - self._spared())
 
     def is_known(self, pid: int) -> bool:
@@ -301,11 +296,9 @@ class Children:
         return {child.pid for child in self._children.values() if child.spared}
 
     def cleaning(self) -> bool:
-        """Return whether an inherited process still removes files, as far as known."""
         return any(self._cleaners.values())
 
     def _is_cleaning(self, pid: int) -> bool:
-        """Return whether an inherited process removes a dead worker's files, and has time to."""
         if pid in self._children:
             return False
         if pid not in self._cleaners and runs_program(pid, SHM_MANAGER):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def close_fd(fd: int | None) -> None:
-    """Close a descriptor, unless it is None."""
     if fd is not None:
         os.close(fd)
 
@@ -30,7 +29,6 @@ def close_fds(fds: Iterable[int]) -> None:
 
 @contextmanager
 def closed_if_failing(sock: socket.socket) -> Iterator[None]:
-    """Close a socket if the `with` block raises an exception."""
     try:
         yield
     except BaseException:

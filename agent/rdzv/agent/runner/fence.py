@@ -54,13 +54,11 @@ class Fence:
         self._runner.loop.watch(self._alarm.fileno(), self.check)
 
     def renew(self, request: RenewFence) -> None:
-        """Move the fence forward, but never back."""
         self._at_ms = max(request.fence_at_ms, self._at_ms)
         self._start_guard()
         self.check()
 
     def check(self) -> None:
-        """Start killing the round or the parked workers at the fence; until then, set the alarm."""
         held, parked = self._runner.workers.round, self._runner.workers.parked
         is_over = held.fenced if held is not None else not parked
         if is_over or not self._at_ms:

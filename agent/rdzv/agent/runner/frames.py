@@ -64,7 +64,6 @@ def decode(kind: type[T], said: object) -> T:
 
 
 def _decoded(of: type, kind: str, value: Any) -> object:
-    """Return the value of a field of `of` whose annotation is `kind`."""
     optional = kind.removesuffix(" | None")
     if optional != kind:
         return None if value is None else _decoded(of, optional, value)
@@ -99,7 +98,6 @@ def _decoded(of: type, kind: str, value: Any) -> object:
 
 
 def read_field(request: Mapping[str, object], name: str, kind: type[T]) -> T:
-    """Return a required field, which must have the given type."""
     value = request.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(f"{name}: expected {kind.__name__}, got {value!r:.80}")

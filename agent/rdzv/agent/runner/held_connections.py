@@ -67,7 +67,6 @@ class HeldConnections:
         self._tell({"close": queue})
 
     def close_later(self, queue: int) -> None:
-        """Hold the connections of a worker that has ended or is about to, for a while."""
         self._runner.loop.call_at(time.monotonic() + HELD_S, partial(self.close, queue))
 
     def _tell(self, message: Mapping[str, int], *fds: int) -> None:

@@ -50,7 +50,6 @@ class HelpersTime:
 
     @property
     def ends_at(self) -> float:
-        """When the time is over; 0 if it has not begun."""
         return 0.0 if self._since is None else self._since + HELPERS_S
 
     def goes_on(self, left: list[int]) -> bool:

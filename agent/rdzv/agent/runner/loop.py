@@ -40,7 +40,6 @@ class Loop:
             self._selector.modify(channel.fileno(), mask, key.data)
 
     def unwatch(self, fd: int) -> None:
-        """Stop watching a descriptor before it is closed. Does nothing if it is not watched."""
         with suppress(KeyError):
             self._selector.unregister(fd)
 
@@ -59,7 +58,6 @@ class Loop:
             self._times[call] = at
 
     def time_of(self, call: Callable[[], object]) -> float | None:
-        """Return when a function will be called, or None if it has no time."""
         return self._times.get(call)
 
     def wait(self, timeout_s: float | None) -> Iterator[Callable[[], object]]:
@@ -77,7 +75,6 @@ class Loop:
                 yield key.data
 
     def due(self, now: float) -> Iterator[Callable[[], object]]:
-        """Yield the functions whose time has come."""
         for call, at in list(self._times.items()):
             # An earlier call in this batch may have changed the time.
             if at <= now and self._times.get(call) == at:
@@ -85,5 +82,4 @@ class Loop:
                 yield call
 
     def close(self) -> None:
-        """Stop watching all descriptors."""
         self._selector.close()

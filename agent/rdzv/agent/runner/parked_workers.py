@@ -50,7 +50,6 @@ class ParkedWorkers:
         return bool(self._links)
 
     def waiting(self) -> list[WorkerLink]:
-        """List the workers that may enter the next round."""
         return [link for link in self._links.values() if link not in self._ending]
 
     def find(self, local_rank: int) -> WorkerLink | None:
@@ -58,7 +57,6 @@ class ParkedWorkers:
         return self._links.get(local_rank)
 
     def can_go(self, link: WorkerLink) -> bool:
-        """Return whether a worker can take part in the next round."""
         return link not in self._ending and link.can_be_kept
 
     def add(self, link: WorkerLink) -> None:
@@ -133,7 +131,6 @@ class ParkedWorkers:
             yield link.kill_at
 
     def do_due(self, now: float) -> None:
-        """Kill workers whose grace period is over, and processes left behind by exited workers."""
         self._look_at = None
         for link in list(self._ending):
             if link not in self._exited:

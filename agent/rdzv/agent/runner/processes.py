@@ -31,7 +31,6 @@ _marks = itertools.count(1)
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of every descendant whose own parent dies."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -95,7 +94,6 @@ def kill_below(pid: int, except_pids: Collection[int] = ()) -> list[int]:
 
 
 def list_descendants(except_pids: Collection[int] = ()) -> list[int]:
-    """List the descendants of this process. Raises `OSError` if its children cannot be listed."""
     return descendants_of(children_of(os.getpid()), except_pids)
 
 
@@ -137,14 +135,12 @@ class OwnChildren:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def pids(self) -> list[int]:
-        """List the children, including zombies. Raises `OSError` if that is not possible now."""
         listed = b""
         while part := os.pread(self._fd, 1 << 16, len(listed)):
             listed += part
         return [int(pid) for pid in listed.split()]
 
     def close(self) -> None:
-        """Close the kernel's list of children."""
         os.close(self._fd)
 
 
@@ -170,7 +166,6 @@ def signal_relative(pid: int, signum: int, family: Collection[int]) -> None:
 
 
 def runs_program(pid: int, name: str) -> bool:
-    """Return whether a process runs a program of this file name, as far as can be seen."""
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")) == name  # noqa: PTH115, PTH119
     except OSError:
@@ -178,7 +173,6 @@ def runs_program(pid: int, name: str) -> bool:
 
 
 def session_of(pid: int) -> int | None:
-    """Return the pid of a process's session leader, or None if the process is gone."""
     try:
         return int(_stat_of(pid)[3])
     except (OSError, LookupError, ValueError):
@@ -199,7 +193,6 @@ def is_of_family(mark: int | None, family: str) -> bool:
 
 
 def set_own_mark(mark: int) -> None:
-    """Mark this process. The processes that it starts inherit the mark."""
     with suppress(OSError, ValueError):
         resource.setrlimit(RLIMIT_LOCKS, (mark, resource.getrlimit(RLIMIT_LOCKS)[1]))
 
@@ -302,7 +295,6 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _live(pid: int) -> Iterator[tuple[Endpoint, Endpoint, str]]:
-    """Yield remote end, local end and inode of each connection in a process's network namespace."""
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/{pid}/net/{table}").read_bytes().decode().splitlines()[1:]
@@ -317,14 +309,12 @@ def _live(pid: int) -> Iterator[tuple[Endpoint, Endpoint, str]]:
 
 
 def _endpoint(text: str) -> Endpoint:
-    """Parse a port and a hexadecimal address made of words in this machine's byte order."""
     host, _, port = text.partition(":")
     words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
     return _text(struct.pack(f"={len(words)}I", *words)), int(port, 16)
 
 
 def _address(host: str) -> str | None:
-    """Return an address in its canonical form, or None for a host name."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with suppress(OSError, ValueError):
             return _text(socket.inet_pton(family, host))

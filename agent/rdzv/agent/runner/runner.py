@@ -89,7 +89,6 @@ class Runner:
         """The handler for each request, by request type."""
 
     def run(self) -> None:
-        """Run until shut down, or until the agent is lost and all processes have been killed."""
         self.children.listen()
         self.fence.watch()
         while not self._finished:
@@ -107,7 +106,6 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """Close everything the runner opened at startup, and its sockets to agents."""
         self.agent.close()
         self.forks.restarts.close()
         self.slots.close()
@@ -134,7 +132,6 @@ class Runner:
         return max(min(times) - time.monotonic(), 0.0) if times else None
 
     def _advance(self) -> None:
-        """Continue ending the round, or shutting down, as far as currently possible."""
         self._finished = self.killing.advance()
         if self.agent.gave_up and not (self.loop.shutting_down or self.workers.round):
             self.loop.shutting_down = True
@@ -161,12 +158,10 @@ class Runner:
         self.loop.shutting_down = True
 
     def stop_orphaned(self, grace_s: float) -> None:
-        """Stop the workers, because no agent has come."""
         if self.workers.round is not None:
             self.workers.begin_stop(self.workers.round, signal.SIGTERM, grace_s)
 
     def hello(self) -> Mapping[str, object]:
-        """Describe this runner to an agent that may adopt it."""
         held = self.workers.round
         return {
             "type": "hello",

@@ -76,7 +76,6 @@ class SnapshotCopies:
         return sum(os.fstat(fd).st_size for fd in self._fds())
 
     def untouched(self) -> int:
-        """Return the number of reserved bytes that have no page yet."""
         return self.reserved() - sum(512 * os.fstat(fd).st_blocks for fd in self._fds())
 
     def free(self) -> bool:
@@ -88,7 +87,6 @@ class SnapshotCopies:
         return True
 
     def described(self) -> dict[str, object]:
-        """Return the fields of `snapshots_held` that describe the copying itself."""
         carrier = None if self._port is None else {"port": self._port, **self._used}
         return {"carrier": carrier, "missing": self._missing}
 
@@ -96,17 +94,14 @@ class SnapshotCopies:
         return [] if self._kept is None else list(self._kept.fds)
 
     def for_worker(self, local_rank: int) -> tuple[int, ...]:
-        """Duplicate the descriptors of the copies intended for a worker."""
         kept = {} if self._kept is None else self._kept.fds
         fds = [fd for one, fd in kept.items() if one.local_rank == local_rank]
         return dup_fds(*fds[:MAX_COPIES_OF_WORKER])
 
     def send_slots(self, local_rank: int, size: int, fds: list[int]) -> None:
-        """Give the carrier a worker's slots, so it can send their contents."""
         self._tell({"type": "slots", "local_rank": local_rank, "bytes": size}, *dup_fds(*fds))
 
     def drop_after(self, step: int) -> None:
-        """Drop copies of later steps, complete or not, and keep their memory for reuse."""
         if self._kept is not None and self._kept.mark.step > step:
             self._give_up_kept()
         if self._coming is not None and self._coming.mark.step > step:
@@ -167,7 +162,6 @@ class SnapshotCopies:
         self.free()
 
     def _memory_for(self, size: int) -> int:
-        """Return memory for a copy, reusing a file that fits or else creating a new one."""
         fitting = [fd for fd in self._spare if os.fstat(fd).st_size >= size]
         if fitting:
             fd = min(fitting, key=lambda one: os.fstat(one).st_size)

@@ -49,7 +49,6 @@ class Slots:
     """The two slots of one LOCAL_RANK."""
 
     def __init__(self, size: int) -> None:
-        """Create both slots. Raises `OSError` if that fails."""
         self.size = size
         self.fds: list[int] = []
         self.snapshots: list[Snapshot | None] = [None] * SLOTS
@@ -67,13 +66,11 @@ class Slots:
         return SLOTS * self.size - sum(512 * os.fstat(fd).st_blocks for fd in self.fds)
 
     def close(self) -> None:
-        """Close the descriptors. The kernel frees the memory once no worker maps it."""
         close_fds(self.fds)
         self.fds = []
 
 
 def memory_file(name: str, size: int) -> int:
-    """Create a memfd of sealed size. Raises `OSError` if that fails."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -114,7 +111,6 @@ class SnapshotSlots:
         self._report()
 
     def announce(self, request: SnapshotWatermark) -> None:
-        """Tell all workers which step is whole."""
         self._watermark = request
         for link in self._links.values():
             self._tell_watermark(link)
@@ -147,7 +143,6 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ writing to disk
 
     def copies_of(self, mark: StateMark) -> tuple[int, ...]:
-        """Duplicate the descriptors of all slots that hold a step. May raise `OSError`."""
         found = [
             fd
             for slots in (*self._slots.values(), *self._replaced.values())
@@ -157,7 +152,6 @@ class SnapshotSlots:
         return dup_fds(*found)
 
     def has_memory_for_copies(self, fds: Iterable[int]) -> bool:
-        """Return whether the memory that snapshots may use suffices for a copy of these slots."""
         try:
             self.refuse_too_large("a copy needs", sum(os.fstat(fd).st_size for fd in fds))
         except NoSlotsError:
@@ -200,7 +194,6 @@ class SnapshotSlots:
             link.tell("slots", (*fds, *copies), bytes=slots.size)
 
     def note(self, local_rank: int, number: int, snapshot: Snapshot | None) -> None:
-        """Record which snapshot a worker's slot holds, or None if it holds no usable state."""
         slots = self._slots.get(local_rank)
         if slots is None:
             return
@@ -214,12 +207,10 @@ class SnapshotSlots:
     # ------------------------------------------------------------------ the copies
 
     def all(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield LOCAL_RANK, size and descriptors of each pair of slots that workers write to."""
         for local_rank, slots in self._slots.items():
             yield local_rank, slots.size, slots.fds
 
     def is_outdated(self, mark: StateMark) -> bool:
-        """Return whether a newer mark than this one is whole on all nodes."""
         if self._watermark is None:
             return False
         known = self._watermark.mark

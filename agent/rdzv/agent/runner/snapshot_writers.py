@@ -150,7 +150,6 @@ class WarmWriter(WarmStart):
         fork.send_program("snapshot_writer", program, self.program.pass_fds)
 
     def take_running(self, child: Child) -> None:
-        """Close this process's copies of the descriptors, which the writer now has."""
         self.close()
 
     def take_exit(self, child: Child, code: int) -> None:

@@ -69,7 +69,6 @@ class Program:
 
 
 def own_program(role: str, fd: int) -> Program:
-    """Return a helper of the runner's own, which `__main__.py` starts by its role."""
     path = str(Path(__file__).with_name("__main__.py"))
     argv = (sys.executable, "-I", "-S", path, role, str(fd))
     return Program(argv=argv, env={}, pass_fds=(fd,))
@@ -119,7 +118,6 @@ def _become_program(program: Program, parent: int, says: int) -> NoReturn:
 
 
 def _prepare_child(program: Program, parent: int, says: int) -> None:
-    """Set a child's session, descriptors, signals, CPUs and account."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     keep = {0, 1, 2, says, *program.pass_fds}
@@ -149,7 +147,6 @@ def _prepare_child(program: Program, parent: int, says: int) -> None:
 
 
 def _open_streams(program: Program, says: int) -> None:
-    """Open a program's streams as descriptors 0 to 2, with the rights of its account."""
     if not program.shares_stdin:
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)

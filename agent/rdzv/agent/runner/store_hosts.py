@@ -43,7 +43,6 @@ class StoreHosts:
         self._hosts: dict[int, Child] = {}
 
     def rounds(self) -> list[int]:
-        """List the rounds whose store host exists or is being started."""
         return sorted({*self._hosts, *self._warm()})
 
     def start(self, spec: StartStoreHost) -> None:
@@ -79,7 +78,6 @@ class StoreHosts:
             self._runner.agent.emit("store_host_exited", round=number, **killed)
 
     def take_running(self, number: int, child: Child) -> None:
-        """Record that a round's warm store host is serving."""
         self._hosts[number] = child
         self._runner.agent.emit("store_host_ready", round=number)
 
@@ -158,7 +156,6 @@ class WarmStoreHost(WarmStart):
         self.listen_fd = listen_fd
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Order the fork to become this store host."""
         program = {"argv": self.spec.argv, "env": self.spec.env}
         fork.send_program("store_host", program, [self.listen_fd])
 
@@ -170,7 +167,6 @@ class WarmStoreHost(WarmStart):
         self._hosts.report_exit(self.spec.round, code)
 
     def close(self) -> None:
-        """Close this process's copy of the socket."""
         close_shared(socket.socket(fileno=self.listen_fd))
 
 

@@ -22,7 +22,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl with one argument. Raises `OSError` if it fails."""
     if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
@@ -48,7 +47,6 @@ class Alarm:
     """
 
     def __init__(self) -> None:
-        """Create an alarm that is not set yet. May raise `OSError`."""
         self._fd: int = libc.timerfd_create(time.CLOCK_BOOTTIME, os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
@@ -57,7 +55,6 @@ class Alarm:
         return self._fd
 
     def set(self, at_ms: int | None) -> None:
-        """Make the alarm readable from that time on; None unsets it."""
         seconds, ms = divmod(at_ms or 0, 1000)
         # The kernel's `struct itimerspec`: interval and time. All zero: never.
         spec = struct.pack("4l", 0, 0, seconds, ms * 1_000_000)
@@ -112,7 +109,6 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
 
 
 def _file_ids() -> tuple[int, int]:
-    """Return the user and group ids with which this thread accesses files."""
     # No account has this number, so nothing is set and the current one is returned.
     nobody = ctypes.c_uint32(0xFFFFFFFF)
     return libc.setfsuid(nobody) & 0xFFFFFFFF, libc.setfsgid(nobody) & 0xFFFFFFFF

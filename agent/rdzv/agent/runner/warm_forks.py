@@ -92,7 +92,6 @@ class Fork(Link):
             self._loop.watch_channel(self)
 
     def send_program(self, kind: str, program: Mapping[str, object], fds: Iterable[int]) -> None:
-        """Order the fork to become a program of the job's that is no worker."""
         order = {**program, "cpus": sorted(os.sched_getaffinity(0)), "parent": os.getpid()}
         stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -120,12 +119,10 @@ class WarmStart(ABC):
 
     @property
     def child(self) -> Child | None:
-        """The fork's process, once it exists."""
         return None if self.fork is None else self.fork.child
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the process should still be started."""
         return True
 
     @abstractmethod
@@ -170,7 +167,6 @@ class WarmForks:
     # ------------------------------------------------------------------ requested starts
 
     def within_s(self) -> float | None:
-        """Return how long a start requested now may take, or None if it should be cold."""
         if self.zygote.is_ready:
             return FORK_TIMEOUT_S
         spec = self.zygote.spec
@@ -179,14 +175,12 @@ class WarmForks:
         return spec.wait_s or None
 
     def has_imported(self, module: str, python: str, identity: Identity | None) -> bool:
-        """Return whether forks have imported a module, with this interpreter and account."""
         spec = self.zygote.spec
         if spec is None or not self.zygote.is_ready:
             return False
         return (spec.argv[0], spec.identity) == (python, identity) and module in spec.modules
 
     def wanted(self) -> list[WarmStart]:
-        """List the starts whose processes are not running yet."""
         return list(self._wanted)
 
     def want(self, starts: Iterable[WarmStart]) -> None:
@@ -200,7 +194,6 @@ class WarmForks:
             start.close()
 
     def fork_wanted(self) -> None:
-        """If the zygote is ready, get a fork for every start that is waiting for one."""
         if not self.zygote.is_ready:
             return
         starts = deque(start for start in self._wanted if start.fork is None)
@@ -223,7 +216,6 @@ class WarmForks:
             yield start.give_up_at
 
     def do_due(self, now: float) -> None:
-        """Give up warm starts that are taking too long."""
         late = [start for start in self._wanted if now >= start.give_up_at]
         if any(start.fork is not None and start.child is None for start in late):
             # Such a zygote must not get any more requests.
@@ -281,7 +273,6 @@ class WarmForks:
             self._asked[self._batches] = forks
 
     def _coming(self) -> deque[Fork]:
-        """Return the spare forks that were requested but do not exist yet."""
         return deque(fork for forks in self._asked.values() for fork in forks if not fork.start)
 
     def _make_spares(self) -> None:
@@ -380,7 +371,6 @@ class WarmForks:
             self._give_up([start], str(answer.get("refused")))
 
     def _end_fork(self, fork: Fork, child: Child, code: int) -> None:
-        """Handle a fork's exit, whatever stage the fork had reached."""
         start = fork.start
         if start in self._wanted and fork.has_order and fork.is_open:
             fork.read()  # It may have become ready, and its script may have been short.

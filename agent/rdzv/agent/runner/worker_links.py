@@ -186,12 +186,10 @@ class WorkerLink:
 
     @property
     def pid(self) -> int:
-        """The worker's process id, which remains available after its exit."""
         assert self.child is not None
         return self.child.pid
 
     def owns(self, pid: int) -> bool:
-        """Return whether a child that the runner inherited was started by this worker."""
         if session_of(pid) == self.pid:
             return True
         with suppress(OSError):
@@ -203,28 +201,23 @@ class WorkerLink:
         return pid in self.left or self.owns(pid)
 
     def kill(self) -> None:
-        """Send SIGKILL to the worker, unless it is gone."""
         assert self.child is not None
         with suppress(OSError):
             self.child.kill()
 
     @property
     def is_open(self) -> bool:
-        """Whether both ends of the link are open, as far as known."""
         return self._channel.fileno() >= 0
 
     @property
     def can_be_kept(self) -> bool:
-        """Whether the worker has asked to be kept and can be reached."""
         return self._hello and self.is_open
 
     def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
-        """Return a worker's environment with its mark and the descriptor of its link."""
         link = {} if fd is None else {LINK_VARIABLE: str(fd)}
         return {**env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1", **link}
 
     def describe(self) -> dict[str, object]:
-        """Return the parked worker as `gone` has it."""
         assert self.parked is not None
         fields = asdict(self.parked)
         del fields["connections"]
@@ -248,7 +241,6 @@ class WorkerLink:
         self._send({"type": "round_over", "round": self.round})
 
     def go(self, spec: WorkerSpec, round_: int, source: int | None, step: int | None) -> None:
-        """Order the parked worker into a round."""
         self.round, self.parked, self._store = round_, None, _store_of(spec)
         self._suspected = self._resumed = False
         self.stuck_in = ""
@@ -262,7 +254,6 @@ class WorkerLink:
         self._send({"type": "go", "round": round_, **where})
 
     def release(self, reason: str) -> None:
-        """Tell the worker to raise the exception it reported."""
         self._send({"type": "release", "reason": reason})
 
     def tell(self, kind: str, fds: Sequence[int] = (), **fields: object) -> None:
@@ -307,7 +298,6 @@ class WorkerLink:
             self.close()
 
     def _count(self, frame: Mapping[str, object]) -> None:
-        """Raise `RequestError` if the worker has sent more frames than it needs."""
         if frame.get("type") == "saved":
             now = int(time.monotonic())
             self._saved = (now, self._saved[1] + 1 if self._saved[0] == now else 1)
@@ -345,7 +335,6 @@ class WorkerLink:
             self._emit("resumed", **{**resumed, "not_loaded": resumed["not_loaded"][:500]})
 
     def _give_queue(self) -> None:
-        """Send the worker a socket for the connections of a round, if one can be made."""
         self._queue = None
         with suppress(OSError):
             self._queue, theirs = self._runner.connections.add()
@@ -357,7 +346,6 @@ class WorkerLink:
 
 
 def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
-    """Return the address of the round's c10d store, as given to the worker."""
     with suppress(KeyError, ValueError):
         return [(spec.env["MASTER_ADDR"], int(spec.env["MASTER_PORT"]))]
     return []

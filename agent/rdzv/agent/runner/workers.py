@@ -114,7 +114,6 @@ class Round:
     # ------------------------------------------------------------------ parking
 
     def begin_parking(self, keep_s: float, not_kept: Collection[int]) -> None:
-        """Ask workers that can be kept to park; kill those whose local_rank is in `not_kept`."""
         if self.kill_at is not None:
             return  # It is already ending. A later stop keeps no more workers than the first.
         self.keeps = True
@@ -128,7 +127,6 @@ class Round:
                     link.ask_to_park()
 
     def parking(self) -> set[int]:
-        """Return the pids of the workers that were asked to park."""
         return {link.pid for link in self.links.values() if link.kill_at is not None}
 
     def parked(self) -> list[WorkerLink]:
@@ -223,7 +221,6 @@ class Workers:
         self._start_new(started, new)
 
     def _keep(self, started: Round, spec: WorkerSpec, keep: KeepSpec, link: WorkerLink) -> None:
-        """Order a parked worker to continue in this round."""
         child = self.parked.remove(link, partial(self.end_worker, started, spec))
         link.go(spec, started.number, keep.source, keep.step)
         started.add(child, link)
@@ -232,8 +229,6 @@ class Workers:
     def _replace(
         self, started: Round, spec: WorkerSpec, keep: KeepSpec | None, link: WorkerLink
     ) -> None:
-        """Start a new worker once the parked one and its descendants are gone."""
-
         def start() -> None:
             if self.round is started and started.kill_at is None:
                 self._start_new(started, [spec])
@@ -325,7 +320,6 @@ class Workers:
             )
 
     def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        """Handle a worker's exit, whether or not its program ever ran."""
         by_itself = of.forget(child)
         if child.failure:
             self.fail_start(of, spec, child.failure)
@@ -400,7 +394,6 @@ class Workers:
     # ------------------------------------------------------------------ the end
 
     def begin_kill(self) -> None:
-        """Stop starting workers, because the round is about to be killed."""
         self._runner.forks.drop(self._wanted_warm())
         if self.round is not None:
             self.round.verify_parked()
@@ -419,7 +412,6 @@ class Workers:
         return any(link.owns(pid) for link in links)
 
     def end_round(self) -> None:
-        """Release a round that has no remaining processes except its parked workers."""
         if self.round is None:
             return
         ended, self.round = self.round, None
@@ -435,13 +427,11 @@ class Workers:
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
-        """Yield the times at which `do_due` or the end of the round has something to do."""
         yield from self.parked.wake_times()
         if self.round is not None:
             yield from self.round.wake_times()
 
     def do_due(self, now: float) -> None:
-        """Kill workers that have not parked or ended in time."""
         if self.round is not None:
             self.round.kill_late(now)
         self.parked.do_due(now)
@@ -459,11 +449,9 @@ class WarmWorker(WarmStart):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the worker's round continues."""
         return self.of.kill_at is None
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        """Order the fork to become this worker."""
         link = self._runner.workers.new_link(self.of, self.spec)
         self.of.add(child, link)
         self._ordered_at = time.monotonic()
@@ -494,7 +482,6 @@ class WarmWorker(WarmStart):
         self._runner.workers.end_worker(self.of, self.spec, child, code)
 
     def forget(self, child: Child) -> None:
-        """Record that the fork exited before it was running."""
         self.of.forget(child)
 
 

@@ -101,7 +101,6 @@ class Forked:
 
 
 def zygote_environ(env: Mapping[str, str], order: Mapping[str, object]) -> dict[str, str]:
-    """Return an environment that makes an interpreter execute an order defined in zygote.py."""
     path = env.get("PYTHONPATH")
     return {
         **env,
@@ -137,7 +136,6 @@ class ZygoteProcess:
 
     @property
     def not_ready_because(self) -> str:
-        """The reason why nothing can be forked at the moment."""
         if self._zygote is None:
             return self._none_because
         return self._lost_because or "the zygote is still importing"
@@ -149,13 +147,11 @@ class ZygoteProcess:
                 self.begin()
 
     def begin(self) -> None:
-        """Start the zygote, unless it has already been started or given up."""
         if not self.begun and not self.given_up:
             self.begun = True
             self._start()
 
     def give_up_for_good(self, reason: str) -> None:
-        """End the zygote for good: all further workers of the job are started cold."""
         self.given_up = True
         self._loop.call_at(None, self._start)
         if self._zygote is None:
@@ -183,7 +179,6 @@ class ZygoteProcess:
         self._runner.forks.zygote_lost(reason)
 
     def has_forked(self) -> None:
-        """Record that the zygote works, so that a replacement is started quickly if it is lost."""
         self._lost = 0
 
     def _end_imports(self) -> None:
@@ -289,7 +284,6 @@ class WarmRestarts:
 
     @property
     def cold_because(self) -> str:
-        """Why a restart so soon is cold, or an empty string if the reason is another."""
         age_s = time.monotonic() - self._since
         if self._rounds < 2 or age_s >= YOUNG_S or not self._wanted or self._zygote.begun:
             return ""
@@ -305,18 +299,15 @@ class WarmRestarts:
 
     @property
     def report_to(self) -> str | None:
-        """The abstract address to which workers report, or None if they should not."""
         return self._address if self._socket is not None else None
 
     def close(self) -> None:
-        """Stop receiving reports."""
         if self._socket is not None:
             self._loop.unwatch(self._socket.fileno())
             close_job_socket(self._socket)
             self._socket = None
 
     def begin_round(self, workers: int) -> None:
-        """Start receiving reports from a new round's workers."""
         if not self._wanted:
             return
         self._rounds += 1
@@ -340,7 +331,6 @@ class WarmRestarts:
         self._loop.watch(self._socket.fileno(), self._read)
 
     def watched(self, program: Program) -> Program:
-        """Return a program that reports its import of torch, if such reports are wanted."""
         if self._socket is None:
             return program
         path = program.env.get("PYTHONPATH")
@@ -352,7 +342,6 @@ class WarmRestarts:
         return replace(program, env=env)
 
     def note_exit(self, child: Child, code: int, started_at: float) -> None:
-        """Give up warm restarts if this exit suggests that a warm worker was broken by the fork."""
         age_s = time.monotonic() - started_at
         if self._wanted and -code in CRASHES and age_s < CRASH_WITHIN_S:
             name = signal.Signals(-code).name

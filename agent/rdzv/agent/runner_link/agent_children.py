@@ -55,12 +55,10 @@ _starting: set[object] = set()
 
 
 def note_runner(pid: int) -> None:
-    """Exempt a runner from `sweep_orphans`."""
     _runner_pids.add(pid)
 
 
 def forget_runner(pid: int) -> None:
-    """Undo `note_runner`, because the runner has exited."""
     _runner_pids.discard(pid)
 
 
@@ -128,7 +126,6 @@ async def kill_hung(pid: int) -> None:
 
 
 async def wait_for_exit(pidfd: int, within_s: float) -> None:
-    """Wait for a process to end, for at most `within_s`."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pidfd, exited.set)
     try:

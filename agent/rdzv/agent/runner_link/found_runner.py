@@ -90,7 +90,6 @@ class FoundRunner:
         self._channel.close()
 
     def end(self) -> None:
-        """Make the runner kill all its processes now, and disconnect."""
         for request in ("adopt", "shutdown"):
             try:
                 self._channel.send({"type": request})
@@ -119,7 +118,6 @@ async def _connect(path: Path) -> tuple[Channel, int] | None:
 
 
 async def _first_message(channel: Channel) -> Mapping[str, object] | None:
-    """Wait for the first message on a channel. Returns None if the channel closes first."""
     loop, fd = asyncio.get_running_loop(), channel.fileno()
     readable = asyncio.Event()
     loop.add_reader(fd, readable.set)
@@ -140,7 +138,6 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
 
 
 def read_hello(said: Mapping[str, Any]) -> RunnerHello:
-    """Parse a runner's hello. Raises `NotAdoptableError` if this agent cannot adopt it."""
     if (version := said.get("version")) != PROTOCOL_VERSION:
         raise NotAdoptableError(
             f"pid {said.get('pid')!r:.20} speaks version {version!r:.20} of the runner's protocol, "
@@ -148,5 +145,5 @@ def read_hello(said: Mapping[str, Any]) -> RunnerHello:
         )
     try:
         return msgspec.convert(said, RunnerHello, str_keys=True)
-    except msgspec.ValidationError as error:
+    except (ValueError, msgspec.ValidationError) as error:
         raise NotAdoptableError(f"it sent {said!r:.200}: {error}") from error

@@ -49,7 +49,6 @@ EVENTS: Mapping[str, type[RunnerEvent]] = {
 
 
 def number_of(message: Mapping[str, Any]) -> int:
-    """Return an event's number, or 0 if it has none."""
     number = message.get("number", 0)
     if type(number) is not int:
         raise MalformedFrameError(f"the runner numbered an event {number!r:.200}")
@@ -60,7 +59,7 @@ def decode_event(message: Mapping[str, Any]) -> RunnerEvent:
     """Decode an event. Raises `MalformedFrameError` if the message is not an event."""
     try:
         return msgspec.convert(message, EVENTS[message["type"]])
-    except (KeyError, TypeError, msgspec.ValidationError) as error:
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise MalformedFrameError(f"the runner sent {message!r:.200}: {error}") from error
 
 
@@ -106,7 +105,6 @@ class RunnerLog:
                 log.log(level, text, event.round, ranks, event.reason)
 
     def _level(self, what: str, first: int) -> int:
-        """Return `first` for a new reason, or DEBUG for one that was logged before."""
         if what in self._told or len(self._told) >= _MAX_TOLD:
             return logging.DEBUG
         self._told.add(what)

@@ -95,7 +95,6 @@ class StartedRunner:
         return RunnerLink(self.process, Channel(self._socket), on_event)
 
     def close(self) -> None:
-        """End the runner, unless there is a link to it."""
         if not self._linked:
             self._linked = True
             self._socket.close()
@@ -229,7 +228,6 @@ class RunnerLink:
         self._send({"type": "shutdown"})
 
     async def close(self, timeout_s: float) -> None:
-        """Kill all processes and wait for the runner to end. At the timeout, kill the runner."""
         self.kill()
         try:
             async with asyncio.timeout(timeout_s):
@@ -325,7 +323,6 @@ class RunnerLink:
             self.ask(Heard(self._heard))
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
-        """Deliver the events that arrived while another event was being handled."""
         self._handling = None
         self._last_event = number or self._last_event
         self._deliver()
@@ -350,7 +347,6 @@ class RunnerLink:
             self._end(self._exit)
 
     def _end(self, how: RunnerExited) -> None:
-        """Deliver the event of the runner's exit, once the previous event has been handled."""
         if self._handling is not None or self._exited.is_set():
             return
         self._stop_pings()

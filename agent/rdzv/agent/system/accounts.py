@@ -67,7 +67,6 @@ class Account:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the variables that a login would set."""
         names = {"USER": self.name, "LOGNAME": self.name}
         return names | {"HOME": self.home, "SHELL": self.shell}
 
@@ -232,7 +231,6 @@ class Accounts:
 
 
 def own_account() -> str:
-    """Return the name of the account under which this process runs."""
     return name_of(os.geteuid())
 
 

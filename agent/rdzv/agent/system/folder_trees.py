@@ -40,7 +40,6 @@ class Measure:
 
 
 def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measure:
-    """Measure a folder below one of this agent's own, as far as its account can read it."""
     found = Measure()
     with suppress(OSError), _Place(top, identity) as place:
         found = found.plus(place.status, now_s)
@@ -121,7 +120,6 @@ class _Place:
             return _enter(self._above, self._top.name, self.status, force=force)
 
     def remove(self) -> None:
-        """Remove the folder itself, which must be empty."""
         with acting_as(self._rights):
             os.rmdir(self._top.name, dir_fd=self._above)
 

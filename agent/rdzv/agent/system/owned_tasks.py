@@ -21,7 +21,6 @@ class OwnedTasks:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, _R], name: str) -> asyncio.Task[_R]:
-        """Run `work` independently of the caller."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._note_end)
@@ -33,7 +32,6 @@ class OwnedTasks:
             self._on_error(error)
 
     async def close(self) -> None:
-        """Cancel the tasks that are still running, and wait for them to end."""
         running = tuple(self._running)
         for task in running:
             task.cancel()

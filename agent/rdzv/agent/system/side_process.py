@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rdzv.agent import runner_link
 from rdzv.agent.runner.descriptors import close_shared
+from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.accounts import Account, started_as
 from rdzv.errors import InvalidRequestError
 
@@ -80,12 +80,12 @@ class SideProcess:
         Raises:
             OSError: the interpreter cannot be started.
         """
-        ours, theirs = runner_link.connected_pair()
+        ours, theirs = agent_children.connected_pair()
         with theirs:
             try:
                 with started_as(account) as how:
                     process = subprocess.Popen(  # noqa: ASYNC220
-                        runner_link.aside([python, str(_SCRIPT), str(theirs.fileno())], chdir),
+                        agent_children.aside([python, str(_SCRIPT), str(theirs.fileno())], chdir),
                         stdin=subprocess.DEVNULL,
                         # Another account must not write to the agent's log.
                         stdout=None if account is None else subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class SideProcess:
                 ours.close()
                 raise
             close_shared(theirs)
-        runner_link.spare(process.pid)
+        agent_children.spare(process.pid)
         streams = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
         side = cls(process, python, streams, on_end)
         side.send(options)
@@ -122,7 +122,6 @@ class SideProcess:
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has reported that it is ready, or why it is not."""
         return self._first.done()
 
     @property
@@ -139,14 +138,12 @@ class SideProcess:
         return True
 
     async def ask(self, message: Mapping[str, object]) -> Message | None:
-        """Send a line and return the next answer; None if the process has ended."""
         if not self.send(message):
             return None
         self._owed += 1
         return await self.answer()
 
     async def answer(self) -> Message | None:
-        """Return the next answer; None if the process has ended."""
         return (
             None if self._listening.done() and self._answers.empty() else await self._answers.get()
         )
@@ -163,11 +160,10 @@ class SideProcess:
         await self._listening
         if not await asyncio.to_thread(self._reap):
             in_time = False
-        runner_link.spare_no_more(self._process.pid)
+        agent_children.spare_no_more(self._process.pid)
         return in_time
 
     def _reap(self) -> bool:
-        """Wait for a process whose socket is closed, killing it if it does not end."""
         try:
             self._process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -203,7 +199,6 @@ class SideProcess:
         self._on_end()
 
     def _take(self, line: bytes) -> str:
-        """Take a line; return what it is if it is no answer."""
         if not self._owed:
             return "more than was asked for"
         try:

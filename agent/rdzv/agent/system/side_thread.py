@@ -66,7 +66,6 @@ def log_long_wait(what: str) -> Iterator[None]:
 
 
 def no_answer(within_s: float) -> TimeoutError:
-    """Return the error for a call that has not returned in time."""
     return TimeoutError(f"no answer within {within_s:g} s from its file system")
 
 
@@ -115,7 +114,6 @@ class Aside:
 
 
 def _begin(call: Callable[[], _R], name: str) -> Future[_R]:
-    """Make a call in a thread, which does not keep the process from exiting."""
     future: Future[_R] = Future()
     threading.Thread(target=settle, args=(future, call), name=name, daemon=True).start()
     return future

@@ -66,7 +66,6 @@ def _lock_new(path: Path) -> int | None:
 
 
 def has_files(path: Path) -> bool:
-    """Return whether there is anything but folders, and links to folders, below a folder."""
     return any(files for _, _, files in os.walk(path))
 
 

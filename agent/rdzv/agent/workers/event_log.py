@@ -81,7 +81,6 @@ class EventLog:
             await self._side.ready(f"--event-log-handler={name}")
 
     async def close(self) -> None:
-        """Wait a limited time for the handler to process pending events, and then end it."""
         if self._side is None:
             return
         side, self._side = self._side, None
@@ -96,7 +95,6 @@ class EventLog:
     # ------------------------------------------------------------------ events
 
     def joining(self, now_ms: int) -> None:
-        """Record that the node is waiting for a round."""
         self._joining_since_ms = now_ms
 
     def round_complete(self, assignment: Assignment, now_ms: int) -> None:

@@ -109,14 +109,12 @@ class FateRecorder:
             self._event_log.worker_started(worker)
 
     def worker_not_kept(self, local_rank: int, pid: int, reason: str) -> None:
-        """Record that a worker that was asked to park is being killed."""
         if (fate := self._find(local_rank, pid)) is not None:
             fate.why_killed = reason
 
     def note(
         self, event: events.Event, state: AgentState, doing: Sequence[commands.Command]
     ) -> None:
-        """Process an event, the state after it, and the commands about to be carried out."""
         match event:
             case events.WorkerExited() if self._is_current(event.round):
                 failed = event.local_rank in {failure.local_rank for failure in state.failures}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.runner.requests import MAX_SPARE_FORKS, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.zygote_process import zygote_environ
-from rdzv.agent.runner_link import ask_spared
+from rdzv.agent.runner_link.agent_children import ask_spared
 from rdzv.agent.system.accounts import started_as
 from rdzv.core.model import Assignment
 from rdzv.errors import InvalidRequestError

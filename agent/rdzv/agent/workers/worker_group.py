@@ -167,11 +167,9 @@ class LocalWorkerGroup:
         return environs
 
     def resume_round(self, assignment: Assignment, workers: tuple[WorkerOutput, ...]) -> None:
-        """Continue with a round whose workers were started by a previous agent."""
         self.written.begin(assignment, RoundOutput(workers, {}))
 
     def close_round(self) -> None:
-        """Stop following the output of a round whose workers are gone."""
         self.written.end_round()
         if self._tee is not None:
             self._tee.unfollow()
@@ -240,7 +238,6 @@ class LocalWorkerGroup:
         )
 
     def _traced(self, environ: dict[str, str]) -> dict[str, str]:
-        """Add the hook that exposes a worker's record of collectives, if requested."""
         return with_hook(environ) if self._launch.collective_trace else environ
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
@@ -261,7 +258,6 @@ class LocalWorkerGroup:
             self._console().follow(file, prefix, stream)
 
     def _duplicate(self, output: RoundOutput) -> None:
-        """Copy the lines selected by --duplicate-*-filters to separate files."""
         asked = {
             OutputStream.OUT: self._launch.output.stdout_filters,
             OutputStream.ERR: self._launch.output.stderr_filters,
