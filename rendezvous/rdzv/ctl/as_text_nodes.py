@@ -14,7 +14,6 @@ from rdzv.runtime.log_format import harmless
 from rdzv.view.answers import Node, NodeJob
 
 _MOST_JOBS = 3
-"""The maximum number of a node's jobs named on its line in the table."""
 _LEAST_REASON = 16
 
 

@@ -17,7 +17,6 @@ NO_STEPS = (
 """Shown if the time for starting, loading and redone steps cannot be told apart from training."""
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
 LISTED = 10
-"""The maximum number of jobs, causes and nodes that a text lists."""
 
 _BAR = 24
 _HOUR_MS = 3_600_000

@@ -22,9 +22,7 @@ from rdzv.view.life import Round, Run, following, name_present, runs_of
 FIRST, LAST = 3, 5
 """How many of a long story's first and last rounds are shown in full; the rest are summarized."""
 NODES_TOLD = 8
-"""The maximum number of nodes listed for one round."""
 ITEMS_TOLD = 8
-"""The maximum number of items shown of the reason for its present state."""
 
 # Events that the sentences about rounds already cover, or that explain nothing.
 _QUIET = {

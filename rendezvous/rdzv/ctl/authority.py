@@ -67,11 +67,7 @@ class Authority:
 
     @classmethod
     def make(cls, folder: Path, days: int, *, replace: bool) -> Authority:
-        """Create a CA.
-
-        Raises:
-            InvalidRequestError: a CA already exists, or the folder cannot be written.
-        """
+        """Create a CA."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -86,11 +82,7 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path) -> Authority:
-        """Open the CA in a folder.
-
-        Raises:
-            InvalidRequestError: there is no CA, or it cannot be used.
-        """
+        """Open the CA in a folder."""
         files = _files(folder, "ca", replace=True)
         try:
             key = serialization.load_pem_private_key(files.key.read_bytes(), None)
@@ -182,11 +174,7 @@ def _signed(
 
 
 def show(files: Sequence[Path]) -> list[Shown]:
-    """Read certificates, and return their contents.
-
-    Raises:
-        InvalidRequestError: a certificate cannot be read.
-    """
+    """Read certificates, and return their contents."""
     found = []
     for file in files:
         try:
@@ -229,11 +217,7 @@ def _kind(certificate: x509.Certificate) -> str:
 
 
 def parse_hosts(given: Sequence[str]) -> tuple[str, ...]:
-    """Parse host names and addresses; an argument may contain several, separated by commas.
-
-    Raises:
-        InvalidRequestError: a name is not valid, or no names are given.
-    """
+    """Parse host names and addresses; an argument may contain several, separated by commas."""
     names = [part.strip() for word in given for part in word.split(",") if part.strip()]
     if not names:
         raise InvalidRequestError("no name of the server is given; give --server HOST,ADDRESS")

@@ -148,7 +148,6 @@ def _server_named(context: click.Context) -> str | None:
 
 
 _SENTENCE = 200
-"""The maximum number of characters of a command's first sentence in a list of commands."""
 
 
 def list_commands(
@@ -186,7 +185,6 @@ def node_argument(*, required: bool = True) -> Callable[[_F], _F]:
 
 
 COMPLETION_TIMEOUT_S = 1.0
-"""How long shell completion waits for the server."""
 
 
 def complete_names(

@@ -79,9 +79,7 @@ class Request:
     dry_run: bool
     output: str
     connection: Mapping[str, Any]
-    """The connection options that are given, as `connection_options` names them."""
     notes: tuple[str, ...]
-    """Notes on options and variables that have no effect."""
 
 
 @struct(frozen=True)
@@ -115,11 +113,7 @@ def option_names() -> list[str]:
 
 
 def read(words: Sequence[str], caller: CallerContext) -> Request:
-    """Parse the words after `rdzvctl submit`.
-
-    Raises:
-        InvalidRequestError: a value is not valid; the message names it, the reason, and a remedy.
-    """
+    """Parse the words after `rdzvctl submit`."""
     parser = make_parser()
     given, rest = parser.split(words)
     for one in given:

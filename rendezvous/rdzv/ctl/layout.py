@@ -47,7 +47,6 @@ def dim(text: str) -> Cell:
 
 
 Text = str | Cell
-"""A piece of text, with its style if it has one."""
 Columns = Mapping[str, Callable[[T], Text]]
 """The columns of a table: the text for a row, by title."""
 

@@ -30,7 +30,6 @@ from rdzv.view.answers import Node
 T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
-"""How often to check whether a node is empty, or may be drained."""
 MAX_DEADLINE_MS = 7 * 86_400_000
 NODE_VARIABLE = "RDZV_NODE"
 """The variable that passes the node's name to the command given by --undrain-after."""

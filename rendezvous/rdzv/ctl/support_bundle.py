@@ -22,9 +22,7 @@ from rdzv.view import as_json
 
 HISTORY_EVENTS = 10_000
 LOG_LINES = 1_000
-"""The number of lines included from the end of each worker's output."""
 LOG_BYTES = 1 << 20
-"""The maximum number of bytes included from each of a worker's output streams."""
 
 HIDDEN = "[hidden]"
 
@@ -57,11 +55,7 @@ def redacted(text: str) -> str:
 def collect(
     client: ControlClient, rdzv_id: str, now_unix_ms: int, *, with_logs: bool
 ) -> dict[str, str]:
-    """Return a bundle's files by name; NAME.missing explains why the part NAME is unavailable.
-
-    Raises:
-        RendezvousError: the job is unknown, or the server does not respond.
-    """
+    """Return a bundle's files by name; NAME.missing explains why the part NAME is unavailable."""
     status, history = client.status(rdzv_id), client.events(rdzv_id, HISTORY_EVENTS)
     page = page_for(io.StringIO())
     parts: dict[str, Callable[[], str]] = {

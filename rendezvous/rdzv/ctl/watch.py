@@ -42,7 +42,6 @@ EXIT_NO_PROGRESS = 93
 _OWN_CODES = (EXIT_CODES["stopped"], EXIT_GOES_ON, UNREACHABLE, DENIED, EXIT_NO_PROGRESS)
 
 REDRAW_S = 1.0
-"""How often ages are updated on a terminal."""
 
 LEAST_REDRAW_S = 0.1
 

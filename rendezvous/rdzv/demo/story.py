@@ -24,13 +24,10 @@ from rdzv.version import VERSION
 JOB = "demo"
 TRAINING = Path(__file__).with_name("training.py")
 DEADLINE_S = 300.0
-"""The demo fails if it takes longer than this."""
 SILENT_S = 1.0
 """The demo prints what it is waiting for after this long without a line."""
 REMINDS_S = 5.0
-"""How often the demo repeats that line."""
 LOOKS_S = 0.05
-"""How often the demo looks for what it awaits."""
 _EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| world_size (\d+)")
 _HAS_TORCH = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('torch') else 3)"
 

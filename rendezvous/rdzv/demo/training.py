@@ -19,9 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 16
-"""The number of optimizer steps per epoch."""
 SAMPLES = 32
-"""The number of samples per worker and step."""
 
 
 def main() -> None:

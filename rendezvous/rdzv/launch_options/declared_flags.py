@@ -26,7 +26,6 @@ class Flag:
     names: tuple[str, ...]
     """Its long name, after its short name if it has one."""
     settings: Mapping[str, Any]
-    """The arguments of argparse."""
     own: bool
     """Whether torchrun lacks it. It cannot be abbreviated then, so that torchrun's abbreviations
     keep their meaning."""
@@ -346,7 +345,6 @@ GROUPS = {
             torchrun.logs_specs in the job's interpreter""", environ=False),
     ],
 }
-"""rdzvrun's flags, grouped by subject."""
 # fmt: on
 
 FLAGS = [flag for flags in GROUPS.values() for flag in flags]

@@ -91,11 +91,7 @@ def same_named(args: argparse.Namespace, kind: type) -> dict[str, Any]:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Return the settings on which all nodes of a job must agree.
-
-    Raises:
-        InvalidRequestError: a flag and a key of --rdzv-conf contradict each other.
-    """
+    """Return the settings on which all nodes of a job must agree."""
     conf = args.rdzv_conf
     min_nodes, max_nodes = args.nnodes
     scale_up, scale_up_after_ms = conf["scale_up"]
@@ -184,10 +180,6 @@ class Parser(argparse.ArgumentParser):
 
         As in torchrun, an abbreviation means the only torchrun flag that begins with it. The words
         after the flags are the script and its arguments, or begin with what argparse refuses.
-
-        Raises:
-            InvalidRequestError: several torchrun flags begin with an abbreviation.
-
         """
         options = self.options
         given: list[Given] = []

@@ -27,7 +27,6 @@ enforces its own."""
 DAY_S = 86_400
 MAX_TIMEOUT_S = 30 * DAY_S
 BACKOFF_MAX_MS = 60_000
-"""The default longest wait between consecutive restarts."""
 
 COUNTED_BY_NODE = ("auto", "cpu", "gpu", "xpu")
 """The words that --nproc-per-node accepts instead of a number, so that each node counts its own

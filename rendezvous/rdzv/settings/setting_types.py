@@ -47,7 +47,6 @@ class Table(Struct, frozen=True, kw_only=True):
     """A table in a configuration, or an entire configuration."""
 
     program: ClassVar[str] = ""
-    """The program to which this configuration belongs."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """The rules of an entire configuration, or of a table in a list."""
 
@@ -62,14 +61,12 @@ class Setting(Struct, frozen=True, kw_only=True):
     annotation: Any
     """The type of the values, excluding None."""
     metas: tuple[Meta, ...]
-    """The bounds of the values, for msgspec."""
     kind: Any
     """The class of the values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
     """The default value, or None if there is no value unless the setting is set."""
     default_words: str = ""
-    """A description of the default for users, shown instead of `default`."""
     unit: str = ""
     """The unit of a number, or the format of a string, such as HOST:PORT."""
     units: Mapping[str, float] = MappingProxyType({})
@@ -77,15 +74,12 @@ class Setting(Struct, frozen=True, kw_only=True):
     least: float | None = None
     most: float | None = None
     choices: tuple[str, ...] = ()
-    """The allowed values of a string."""
     check: Callable[[str], object] | None = None
     """Refuses an invalid string, including one in a list or table, with an `InvalidRequestError`.
     """
     each: type[Table] | None = None
-    """The class of each table, for a list of tables."""
     required: bool = False
     reload: bool = False
-    """Whether a reload applies a change; if not, a change needs a restart."""
 
     @property
     def type(self) -> Any:

@@ -30,10 +30,8 @@ from rdzv.settings.setting_types import (
 from rdzv.structs import DURATION_UNITS
 
 FILE_BYTES = 1024 * 1024
-"""The maximum size of a file; configurations are written by hand."""
 
 LISTED_PROBLEMS = 50
-"""The maximum number of problems listed in an error."""
 
 MAX_NUMBER = 1e300
 """The exclusive upper bound of numbers, so that none overflows in another unit."""
@@ -88,10 +86,6 @@ def load(
     """Load a configuration. Values in `given`, by key, override the file unless they are None.
 
     All other settings have their defaults. Without `path`, no file is read.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or the file or `given` contains errors.
-
     """
     reading = _Reading(table, [], {})
     if path is not None:
@@ -107,12 +101,7 @@ def load(
 
 
 def read_document(path: Path, source: str) -> dict[str, Any]:
-    """Parse a TOML file; `source` names it in errors.
-
-    Raises:
-        ConfigurationError: the file cannot be read, is too large, or is not TOML.
-
-    """
+    """Parse a TOML file; `source` names it in errors."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)
@@ -338,16 +327,10 @@ class Reload(Struct, Generic[T], frozen=True):
     waiting: tuple[str, ...]
     """The keys of the changes that need a restart."""
     lines: tuple[str, ...]
-    """Descriptions of the changes, one line per key."""
 
 
 def compare(running: Loaded[T], wanted: Loaded[T]) -> Reload[T]:
-    """Compare a running configuration with a new one, and return the outcome of a reload.
-
-    Raises:
-        ConfigurationError: the applied changes conflict with settings that need a restart.
-
-    """
+    """Compare a running configuration with a new one, and return the outcome of a reload."""
     table, sources = type(running.settings), dict(running.sources)
     values: dict[str, Any] = {}
     applied: list[str] = []

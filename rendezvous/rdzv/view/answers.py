@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rdzv.stores.base import Record
 
 OWN_BACKEND = "rdzv"
-"""A job's backend unless the server specifies another."""
 
 
 @struct(frozen=True)
@@ -85,7 +84,6 @@ class NodeLoss:
     """The snapshots that would remain in memory if one node were lost now, in the worst case."""
 
     step: int | None
-    """The newest step that would be whole, or None if no step would be."""
     lost_steps: int | None = None
     """The number of steps that would be redone if all workers failed with the node, or None if
     unknown."""
@@ -171,7 +169,6 @@ class Budgets:
 
 
 ENDED = ("succeeded", "failed", "stopped")
-"""The states of jobs that have ended."""
 
 
 @struct(frozen=True)
@@ -210,7 +207,6 @@ class JobStatus:
     ended_by_failure: bool = False
     """Whether the job failed because of `last_failure`."""
     stragglers: tuple[Straggler, ...] = ()
-    """Workers that have been slow for a while, by RANK."""
     owner: str | None = None
     """The only caller, apart from admins, that may change the job, or None if only admins may."""
     has_secret: bool = False
@@ -228,7 +224,6 @@ class JobStatus:
     """
     cold: int | None = None
     snapshot: WholeSnapshot | None = None
-    """The newest whole snapshots in memory, or None if there are none."""
 
 
 @struct(frozen=True)
@@ -250,7 +245,6 @@ class JobSummary:
     max_restarts: int | None
     backend: Annotated[str, Else(OWN_BACKEND)]
     hangs: str | None = None
-    """A description of the workers that are hanging now, or None if no worker is."""
 
 
 @struct(frozen=True)
@@ -297,7 +291,6 @@ class Node:
     cordon_reason: str | None
     cordon_age_ms: int | None
     metrics: str | None = None
-    """The address at which its agent serves /metrics."""
     quarantine: str | None = None
     quarantine_age_ms: int | None = None
     quarantine_left_ms: int | None = None
@@ -352,7 +345,6 @@ class LogLines:
     stderr: bool = False
     round: int = 0
     offset: int = 0
-    """The position of `data` in its file."""
     data: bytes = b""
     note: str | None = None
 
@@ -374,7 +366,6 @@ class StackReport:
     round: int
     age_ms: int
     reason: str
-    """The reason why the stacks were captured."""
     summary: str
     groups: tuple[StackGroup, ...]
     """The groups, largest first."""

@@ -56,7 +56,6 @@ class WorkerFailed:
     signal: int | None
     message: str
     age_ms: int = 0
-    """The time since it failed."""
     suspect: bool = False
     """Whether one of its collectives failed, which may be due to another failure."""
 
@@ -135,11 +134,9 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Worker | None
-    """The worker at fault, or None if no worker failed."""
     cause_node_id: str = ""
     """The node that the cause refers to, as in `RoundEnded`."""
     step: int | None = None
-    """The highest step of the round, or None if no step was reported."""
 
 
 @struct(frozen=True)
@@ -186,7 +183,6 @@ Kept = (
 )
 
 KINDS: Mapping[str, type] = {kind.__name__: kind for kind in typing.get_args(Kept)}
-"""The kinds of events that history keeps, by name."""
 
 Fields = dict[str, Any]
 

@@ -55,7 +55,6 @@ class Way(StrEnum):
     """The ways in which a round gets its workers."""
 
     ALL_KEPT = "all kept"
-    """All workers are the same processes as in the previous round."""
     KEPT_AND_WARM = "some kept, others warm"
     KEPT_AND_COLD = "some kept, others cold"
     """At least one of the other workers was started cold."""
@@ -75,7 +74,6 @@ class Interval:
     from_unix_ms: int
     until_unix_ms: int
     phase: str
-    """The phase, which is one of `LedgerPhase`."""
     cause: str
     """The cause to which lost time is attributed: the one that ended this round or the previous
     one. Empty if there is none."""
@@ -137,9 +135,7 @@ class Ledger:
     """Whether any worker has reported a step. If not, redone steps count as training, and so do
     starting and loading unless collectives are recorded, so `goodput` is an upper bound."""
     steps_redone: int
-    """The number of steps that were made more than once."""
     node_ms: int
-    """The sum of the times for which the job held each node."""
     gpus_per_node: int | None
     """The number of GPUs that each node gives to the run, or None if unknown."""
     phases: dict[str, int]
@@ -147,7 +143,6 @@ class Ledger:
     costs: tuple[Cost, ...]
     """The costs of not training, by cause and node, with the largest node time first."""
     comebacks: tuple[Comeback, ...]
-    """The time it took to resume training, by how the round got its workers."""
     intervals: tuple[Interval, ...]
 
 
@@ -221,12 +216,7 @@ def run_numbers(runs: Iterable[Ledger]) -> list[int]:
 
 
 def chosen(rdzv_id: str, runs: Sequence[Ledger], number: int | None) -> Ledger:
-    """Return the ledger of the run with the given number, or of the last run if it is None.
-
-    Raises:
-        UnknownJobError: the history of this run is not kept.
-
-    """
+    """Return the ledger of the run with the given number, or of the last run if it is None."""
     if not runs:
         raise UnknownJobError(f"no history of {rdzv_id} is kept, so it has no ledger")
     if number is None:
@@ -251,13 +241,10 @@ class _Round:
     first: tuple[int, int] | None = None
     """The time and number of its first step."""
     collective_ms: int | None = None
-    """The time at which its workers entered their first collective."""
     redone_ms: int | None = None
     last_ms: int | None = None
     failed_ms: int | None = None
-    """The time at which the earliest of its workers failed."""
     hung_ms: int | None = None
-    """The time since which workers have been hanging."""
     lost_ms: dict[str, int] = field(default_factory=dict)
     """For each lost node, by node_id, the time since which it had been silent."""
     dead_ms: int = 0
@@ -288,7 +275,6 @@ class Book:
     _cause: tuple[str, str] = ("", "")
     """The cause and node to which time between rounds and redone steps are attributed."""
     _furthest: int | None = None
-    """The highest step of all rounds that have ended."""
     _any_steps: bool = False
     _any_collectives: bool = False
     _trained: bool = False

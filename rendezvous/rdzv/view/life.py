@@ -26,7 +26,6 @@ class Round:
     since_ms: int
     """The time at which the previous round ended or the run began."""
     at_ms: int
-    """The time at which the round was completed."""
     nodes: tuple[str, ...] = ()
     more: int = 0
     """The number of participants whose names are unknown."""
@@ -76,7 +75,6 @@ class Run:
     nodes: dict[str, None] = field(default_factory=dict)
     """All nodes named in its history, in order of appearance."""
     happenings: list[Event] = field(default_factory=list)
-    """All other events."""
     ended_ms: int | None = None
     result: str = ""
     reason: str = ""

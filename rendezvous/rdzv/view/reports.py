@@ -17,12 +17,10 @@ class JobLine:
     runs: int
     wall_ms: int
     goodput: float | None
-    """The share of time spent training."""
     steps_reported: bool
     """Whether every run has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
-    """The node time spent without training."""
     lost_gpu_ms: int | None
     """GPU time without training, or None if a run's number of GPUs is unknown."""
 
@@ -47,9 +45,7 @@ class Report:
     from_unix_ms: int
     until_unix_ms: int
     phases: dict[str, int]
-    """Milliseconds by phase, summed over all runs."""
     goodput: float | None
-    """The share of the nodes' time spent training."""
     node_ms: int
     jobs: tuple[JobLine, ...]
     """One line per job, with the largest lost node time first."""

@@ -24,7 +24,6 @@ _STATES = ("queued", "joining", "running", "stopping", "succeeded", "failed", "s
 MOST_WAIT_S = 30 * 86_400
 
 MOST_ENDED = 10
-"""How many ended jobs a list shows without --all."""
 
 
 @cli.command("status", output=True)
@@ -295,9 +294,6 @@ def _parsed_tail(text: str) -> tuple[int, int]:
 
     >>> _parsed_tail("100"), _parsed_tail("64k")
     ((100, 0), (0, 65536))
-
-    Raises:
-        InvalidRequestError: the text is neither.
     """
     found = _TAIL.fullmatch(text)
     count = int(found[1]) if found else 0

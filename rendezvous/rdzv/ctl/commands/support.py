@@ -30,7 +30,6 @@ PAGES = next(
 """The pages, in Markdown: pyproject.toml puts docs/ of a checkout into the wheel."""
 
 WAIT_S = 300.0
-"""How long --listen waits for the other machine, unless --timeout is given."""
 
 
 @cli.command("doctor")
