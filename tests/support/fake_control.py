@@ -8,6 +8,7 @@ from concurrent import futures
 from contextlib import contextmanager
 
 import grpc
+import pytest
 
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -18,6 +19,8 @@ from rdzv.errors import (
 )
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
+
+Capture = pytest.CaptureFixture[str]
 
 
 class FakeControl(pb_grpc.ControlServicer):

@@ -12,14 +12,14 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from datetime import UTC
 from pathlib import Path
 
 import control_samples
 import pytest
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text
@@ -34,19 +34,6 @@ pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[1] / "golden" / "ctl"
 NOON_S = 1_700_049_600.0
 PAGE = Page(width=100, colour=False, now_s=NOON_S, zone=UTC)
-
-
-@pytest.fixture
-def control() -> FakeControl:
-    return FakeControl()
-
-
-@pytest.fixture
-def server(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The endpoint of the fake server, which RDZV_SERVER names."""
-    with serving(control) as endpoint:
-        monkeypatch.setenv("RDZV_SERVER", endpoint)
-        yield endpoint
 
 
 def show(
@@ -131,7 +118,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202e\u2028gone\n\x00next"
 
 
 def test_escapes_from_outside_are_harmless(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: FakeControl, server: str, capsys: Capture
 ) -> None:
     job = control_samples.failed()
     job.rdzv_id = "job"
@@ -162,9 +149,7 @@ def test_harmless_text_is_as_it_was() -> None:
 # ------------------------------------------------------------------------------------ programs
 
 
-def test_list_and_events_for_programs(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_and_events_for_programs(control: FakeControl, server: str, capsys: Capture) -> None:
     control.jobs["gpt-small"] = control_samples.running()
     control.history = control_samples.history()
     assert run(["list", "-o", "json"]) == 0
@@ -194,13 +179,13 @@ def test_list_and_events_for_programs(
 
 
 @pytest.mark.quick
-def test_no_jobs_in_words(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_jobs_in_words(server: str, capsys: Capture) -> None:
     assert run(["list"]) == 0
     assert capsys.readouterr().out == f"no jobs at {server}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "events"])
-def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_job(command: str, server: str, capsys: Capture) -> None:
     assert run([command, "nix"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -208,23 +193,21 @@ def test_an_unknown_job(command: str, server: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.quick
-def test_the_server_refuses(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_server_refuses(control: FakeControl, server: str, capsys: Capture) -> None:
     control.error = InvalidRequestError("limit is 4000000, it must be from 1 to 10000")
     assert run(["events", "a", "-n", "4000000"]) == 1
     assert "must be from 1 to 10000" in capsys.readouterr().err
 
 
 def test_the_store_of_the_server_is_away(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: FakeControl, server: str, capsys: Capture
 ) -> None:
     control.error = RendezvousConnectionError("the store is away")
     assert run(["list"]) == 75
     assert capsys.readouterr().err == f"rdzvctl: the store is away (asked {server})\n"
 
 
-def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_is_there(capsys: Capture) -> None:
     with closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -237,17 +220,13 @@ def test_no_server_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_server_that_hangs(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_hangs(control: FakeControl, server: str, capsys: Capture) -> None:
     control.hangs = True
     assert run(["status", "a", "--timeout", "0.2"]) == 75
     assert "no answer within 0.2 s" in capsys.readouterr().err
 
 
-def test_options_after_the_command_win(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_after_the_command_win(control: FakeControl, server: str, capsys: Capture) -> None:
     assert run(["--server", "no-such-host.invalid", "list", "--server", server]) == 0
     assert run(["list"]) == 0
 
@@ -272,7 +251,7 @@ def test_options_after_the_command_win(
     ],
 )
 def test_a_wrong_command_line_is_one_line_too(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, capsys: Capture
 ) -> None:
     assert run(arguments) == 2
     captured = capsys.readouterr()
@@ -282,9 +261,7 @@ def test_a_wrong_command_line_is_one_line_too(
     assert text in captured.err
 
 
-def test_without_a_command_it_prints_its_help_as_an_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_command_it_prints_its_help_as_an_error(capsys: Capture) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
     assert run([]) == 2
@@ -293,14 +270,14 @@ def test_without_a_command_it_prints_its_help_as_an_error(
     assert captured.err == text
 
 
-def test_help_documents_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_documents_the_exit_codes(capsys: Capture) -> None:
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
     for code in ("  0   ok", "  1   not", "  2   the", "  75  the"):
         assert code in text
 
 
-def test_the_help_of_a_command_is_about_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_a_command_is_about_the_command(capsys: Capture) -> None:
     """The options that all commands share are explained once, by `rdzvctl --help`."""
     assert run(["--help"]) == 0
     assert "--tls-cert FILE" in capsys.readouterr().out
@@ -313,9 +290,7 @@ def test_the_help_of_a_command_is_about_the_command(capsys: pytest.CaptureFixtur
 
 @pytest.mark.quick
 @pytest.mark.parametrize("group", ["tokens", "certs"])
-def test_help_lists_commands_with_whole_sentences(
-    group: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_lists_commands_with_whole_sentences(group: str, capsys: Capture) -> None:
     assert run([group, "--help"]) == 0
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
 
@@ -441,9 +416,7 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert all(line == line.rstrip() for line in piped.splitlines())
 
 
-def test_an_empty_server_is_none_rather_than_the_default(
-    server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_server_is_none_rather_than_the_default(server: str, capsys: Capture) -> None:
     for words in (["--server=", "list"], ["list", "--server="], ["submit", "--server=", "t.py"]):
         assert run(words) == 2
         assert "endpoint '' cannot be used: it names no host" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from fake_control import Capture
 
 from rdzv.ctl.__main__ import run
 from rdzv.transport.certificates import check_pair, read_certificate
@@ -13,7 +14,7 @@ from rdzv.transport.certificates import check_pair, read_certificate
 pytestmark = pytest.mark.slow
 
 
-def certs(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+def certs(capsys: Capture, *words: str, code: int = 0) -> str:
     got = run(["certs", *words])
     said = capsys.readouterr()
     assert got == code, said
@@ -21,16 +22,14 @@ def certs(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str
 
 
 @pytest.fixture
-def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def folder(tmp_path: Path, capsys: Capture) -> Path:
     folder = tmp_path / "certs"
     said = certs(capsys, "init", "--dir", str(folder), "--server", "head,10.0.0.1")
     assert f"rdzvd --tls-cert {folder}/server.crt --tls-key {folder}/server.key" in said
     return folder
 
 
-def test_names_and_roles_are_where_the_server_looks_for_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_and_roles_are_where_the_server_looks_for_them(folder: Path, capsys: Capture) -> None:
     certs(capsys, "node", "n1", "--dir", str(folder))
     words = ("client", "alice", "--role", "submit", "--role", "read", "--dir", str(folder))
     assert "alice, for submit and read" in certs(capsys, *words)
@@ -51,9 +50,7 @@ def test_keys_are_their_owners_alone(folder: Path) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_nothing_is_replaced_unless_that_is_said(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_replaced_unless_that_is_said(folder: Path, capsys: Capture) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     again = ("--dir", str(folder), "--server", "head")
     for command in ("init", "server"):
@@ -75,15 +72,13 @@ def test_nothing_is_replaced_unless_that_is_said(
     ],
 )
 def test_what_can_not_be_used_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    folder: Path, capsys: Capture, words: tuple[str, ...], said: str
 ) -> None:
     assert said in certs(capsys, *words, "--dir", str(folder), code=1)
 
 
 @pytest.mark.quick
-def test_a_folder_without_a_ca_is_said_to_have_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_ca_is_said_to_have_none(tmp_path: Path, capsys: Capture) -> None:
     said = certs(capsys, "node", "n1", "--dir", str(tmp_path), code=1)
     assert (
         "ca.key cannot be read: No such file or directory; create a CA with `rdzvctl certs init`"
@@ -93,7 +88,7 @@ def test_a_folder_without_a_ca_is_said_to_have_none(
 
 
 def test_show_says_whose_they_are_and_how_long_they_are_valid(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: Capture
 ) -> None:
     words = ("client", "alice", "--role", "admin", "--days", "3", "--dir", str(folder))
     certs(capsys, *words)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_control import Capture
 from stories import second_run, told
 
 from rdzv.ctl.__main__ import run
@@ -22,7 +23,7 @@ exec {python} -I -S "$@"
 
 @pytest.mark.slow
 def test_an_interpreter_without_torch_is_refused_with_the_remedy(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: Capture
 ) -> None:
     python = tmp_path / "python"
     python.write_text(WITHOUT_TORCH.format(python=sys.executable))
@@ -35,7 +36,7 @@ def test_an_interpreter_without_torch_is_refused_with_the_remedy(
 
 
 @pytest.mark.slow
-def test_an_interpreter_that_is_not_there_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interpreter_that_is_not_there_is_refused(capfd: Capture) -> None:
     assert run(["demo", "--python", "/nowhere/python"]) == 1
     assert "cannot run the interpreter '/nowhere/python'" in capfd.readouterr().err
 
@@ -67,7 +68,7 @@ def test_a_failed_step_is_one_error_that_names_the_folder_of_the_output(
 
 @pytest.mark.slow
 async def test_what_rdzvctl_says_of_the_job_is_shown_and_checked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     seen = (await told(second_run)).status
     status = replace(seen, state="running", world_size=4, restarts=1, max_restarts=3)
@@ -129,7 +130,7 @@ def test_output_is_searched_once_line_by_line_also_after_the_program_has_ended(
 
 
 def test_a_wait_is_never_silent_and_says_what_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(story.time, "monotonic", lambda: clock[0])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from fake_control import Capture
 
 from rdzv.ctl.__main__ import run
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs.md", "docs/hangs.md", "one-machine"])
-def test_a_page_is_printed_by_the_name_that_messages_give_it(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_printed_by_the_name_that_messages_give_it(name: str, capsys: Capture) -> None:
     assert run(["docs", name]) == 0
     title = "# Two minutes on one machine\n" if name == "one-machine" else "# Hangs\n"
     assert capsys.readouterr().out.startswith(title)
 
 
-def test_all_pages_are_listed_with_their_titles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_pages_are_listed_with_their_titles(capsys: Capture) -> None:
     assert run(["docs"]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["hangs", "Hangs"] in lines and len(lines) > 30
@@ -30,8 +29,6 @@ def test_all_pages_are_listed_with_their_titles(capsys: pytest.CaptureFixture[st
         ("zebra", "`rdzvctl docs` lists all"),
     ],
 )
-def test_another_page_is_refused(
-    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_page_is_refused(name: str, remedy: str, capsys: Capture) -> None:
     assert run(["docs", name]) == 1
     assert capsys.readouterr().err == f"rdzvctl: no page is called {name!r}; {remedy}\n"

@@ -19,7 +19,7 @@ from rdzv.ctl.__main__ import run
 from rdzv.errors import ERROR_CODE_METADATA_KEY
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support import control_samples
-from tests.support.fake_control import FakeControl
+from tests.support.fake_control import Capture, FakeControl
 from tests.support.fake_control import serving as serving_control
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ Out = Callable[[], str]
 
 
 @pytest.fixture(name="out")
-def _out(capsys: pytest.CaptureFixture[str]) -> Out:
+def _out(capsys: Capture) -> Out:
     return lambda: capsys.readouterr().out
 
 
@@ -153,9 +153,7 @@ def test_the_audit_hears_who_takes_something_back(floor: Floor) -> None:
     assert all(reason.startswith(WHO) and " at " in reason for reason in floor.reasons)
 
 
-def test_a_drain_that_stops_a_job_needs_force(
-    floor: Floor, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drain_that_stops_a_job_needs_force(floor: Floor, capsys: Capture) -> None:
     floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
     assert run(["drain", "n1"]) == 1
     said = capsys.readouterr()
@@ -177,7 +175,7 @@ def test_a_node_that_is_about_to_go_by_itself_can_not_be_kept(floor: Floor, out:
     assert out() == "n1 is about to leave by itself: preempted\n"
 
 
-def test_who_waits_hears_for_what(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_waits_hears_for_what(floor: Floor, capsys: Capture) -> None:
     floor.looks = 3
     assert run(["drain", "n1", "--wait"]) == 0
     said = capsys.readouterr()
@@ -216,7 +214,7 @@ def test_nodes_show_how_far_they_are(floor: Floor, out: Out) -> None:
     ],
 )
 def test_words_that_make_no_sense_change_nothing(
-    floor: Floor, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    floor: Floor, words: list[str], why: str, capsys: Capture
 ) -> None:
     assert run(["drain", *words]) == 2
     assert why in capsys.readouterr().err
@@ -318,13 +316,13 @@ def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
     ]
 
 
-def test_nobody_has_the_label(floor: Floor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_has_the_label(floor: Floor, capsys: Capture) -> None:
     assert run(["drain", "--all-of=rack=b9"]) == 1
     assert "no known node has the label rack=b9" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_that_what_is_drained_stays_so(
-    floor: Floor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    floor: Floor, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fake_control import Capture
 from stories import STORIES, crashing, fenced, many_nodes, told
 
 from rdzv.core.commands import Fail
@@ -23,7 +24,6 @@ from rdzv.view.answers import Event
 from tests.support.builders import report
 from tests.support.driven import join
 from tests.unit.core.test_small_scope import SETTINGS
-from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_metrics import Scraped, history
 
 pytestmark = pytest.mark.slow
@@ -173,9 +173,6 @@ async def test_hostile_texts_can_not_reach_the_terminal() -> None:
 
 
 @pytest.mark.quick
-def test_the_command(
-    server: str,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command(server: str, capsys: Capture) -> None:
     assert run(["explain", "nobody"]) == 1
     assert "nobody" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import control_samples
 import pytest
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl, serving
 
 from rdzv.ctl import layout
 from rdzv.ctl.__main__ import run
@@ -130,10 +130,7 @@ ROWS: dict[str, tuple[str, State]] = {
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ROWS)
 def test_what_is_printed(
-    name: str,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     words, begin = ROWS[name]
     control = FakeControl()

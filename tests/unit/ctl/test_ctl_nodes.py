@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC
 
 import control_samples
@@ -11,7 +10,7 @@ import grpc
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text, as_text_lists, command_line
@@ -33,19 +32,10 @@ def control() -> FakeControl:
     return control
 
 
-@pytest.fixture
-def server(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with serving(control) as endpoint:
-        monkeypatch.setenv("RDZV_SERVER", endpoint)
-        yield endpoint
-
-
 # ------------------------------------------------------------------------------ nodes
 
 
-def test_no_nodes_in_words(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_nodes_in_words(control: FakeControl, server: str, capsys: Capture) -> None:
     control.nodes.clear()
     assert run(["nodes"]) == 0
     assert capsys.readouterr().out == f"no nodes at {server}\n"
@@ -53,7 +43,7 @@ def test_no_nodes_in_words(
 
 @pytest.mark.quick
 def test_a_node_is_cordoned_and_uncordoned(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: FakeControl, server: str, capsys: Capture
 ) -> None:
     assert run(["cordon", "gpu-2", "--reason", "its fan is loud"]) == 0
     assert capsys.readouterr().out == "gpu-2 is cordoned; it has llm, eval (placed)\n"
@@ -70,9 +60,7 @@ def test_a_node_is_cordoned_and_uncordoned(
     )
 
 
-def test_escapes_of_nodes_are_harmless(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_escapes_of_nodes_are_harmless(control: FakeControl, server: str, capsys: Capture) -> None:
     bad = "\x1b]0;evil\x07"
     node = control.nodes["gpu-2"]
     node.cordoned, node.cordon_reason, node.program = True, bad, bad
@@ -87,9 +75,7 @@ def test_escapes_of_nodes_are_harmless(
 
 
 @pytest.mark.parametrize("words", [["nodes"], ["cordon", "n"], ["uncordon", "n"]])
-def test_bad_servers(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_bad_servers(control: FakeControl, server: str, capsys: Capture, words: list[str]) -> None:
     assert run(["--server=127.0.0.1:1", *words]) == 75
     assert "connection refused" in capsys.readouterr().err
     control.error = grpc.StatusCode.UNIMPLEMENTED
@@ -121,7 +107,7 @@ def test_of_a_job_that_has_ended_no_node_is_awaited(control: FakeControl) -> Non
 
 @pytest.mark.parametrize("words", ["status gpt-small", "list", "events gpt-small", "nodes"])
 def test_yaml_says_what_json_says(
-    control: FakeControl, server: str, capsys: pytest.CaptureFixture[str], words: str
+    control: FakeControl, server: str, capsys: Capture, words: str
 ) -> None:
     control.jobs["gpt-small"] = control_samples.failed()
     control.history = control_samples.history()
@@ -192,6 +178,6 @@ def test_flags_of_submit_are_completed() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_is_told_how(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_shell_is_told_how(shell: str, capsys: Capture) -> None:
     assert run(["completion", shell]) == 0
     assert "_RDZVCTL_COMPLETE" in capsys.readouterr().out

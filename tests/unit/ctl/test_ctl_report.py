@@ -11,7 +11,7 @@ from pathlib import Path
 
 import control_samples
 import pytest
-from fake_control import FakeControl
+from fake_control import Capture, FakeControl
 from stories import STORIES, told
 
 from rdzv.ctl import as_text_report, report_page
@@ -23,7 +23,6 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.reports import report, spent_by
-from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
 pytestmark = pytest.mark.slow
@@ -173,13 +172,13 @@ def test_no_name_becomes_markup() -> None:
 
 
 @pytest.fixture
-def job(control: FakeControl, server: str) -> str:  # noqa: F811
+def job(control: FakeControl, server: str) -> str:
     control.jobs["a"] = control_samples.running()
     control.history = control_samples.history()
     return "a"
 
 
-def test_one_job(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_job(job: str, capsys: Capture, tmp_path: Path) -> None:
     assert run(["report", job]) == 0
     assert capsys.readouterr().out.startswith("a  run")
     assert run(["report", job, "-o", "json"]) == 0
@@ -206,23 +205,19 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
     assert servers_now_ms(of.status, of.history[1:], 77) == 77
 
 
-def test_a_run_that_is_not_kept_is_refused(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_not_kept_is_refused(job: str, capsys: Capture) -> None:
     assert run(["report", job, "--run", "77"]) == 1
     assert "run 77 of a is not kept; runs that are: " in capsys.readouterr().err
 
 
 @pytest.mark.quick
-def test_a_job_without_a_past(
-    job: str,
-    control: FakeControl,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_job_without_a_past(job: str, control: FakeControl, capsys: Capture) -> None:
     control.history = []
     assert run(["report", job]) == 1
     assert "no history of a is kept" in capsys.readouterr().err
 
 
-def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_jobs(job: str, capsys: Capture, tmp_path: Path) -> None:
     assert run(["report", "--since", "2w"]) == 0
     assert capsys.readouterr().out.startswith("All jobs in the last 14 d 0 h")
     assert run(["report", "-o", "json"]) == 0
@@ -233,7 +228,7 @@ def test_all_jobs(job: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "All jobs" in page.read_text()
 
 
-def test_the_command_line_says_what_it_needs(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_what_it_needs(job: str, capsys: Capture) -> None:
     assert run(["report", job, "--since", "1d"]) == 2
     assert "give JOB or --since, not both" in capsys.readouterr().err
     assert run(["report", "--run", "1"]) == 2

@@ -12,7 +12,7 @@ import control_samples
 import grpc
 import pytest
 from control_samples import give_reason
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl
 
 import rdzv.client
 from rdzv.core.model import ScaleUp
@@ -97,13 +97,6 @@ class SubmitControl(FakeControl):
 @pytest.fixture
 def control() -> SubmitControl:
     return SubmitControl()
-
-
-@pytest.fixture
-def server(control: SubmitControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with serving(control) as endpoint:
-        monkeypatch.setenv("RDZV_SERVER", endpoint)
-        yield endpoint
 
 
 @pytest.fixture(autouse=True)
@@ -435,9 +428,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ the command
 
 
-def test_a_job_is_handed_over(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_is_handed_over(control: SubmitControl, server: str, capsys: Capture) -> None:
     words = "submit --nnodes=2 --env=A=s3cret --labels=gpu=h100 --gpus-per-node=2 --rdzv-id=night"
     assert run([*words.split(), "--", "train.py"]) == 0
     captured = capsys.readouterr()
@@ -480,7 +471,7 @@ def test_gpus_that_are_not_named_are_not_sent(control: SubmitControl, server: st
 
 @pytest.mark.slow
 def test_the_hint_names_the_server_that_the_line_names(
-    server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RDZV_SERVER")
     assert run(["submit", f"--server={server}", "--rdzv-id=night", "t"]) == 0
@@ -490,7 +481,7 @@ def test_the_hint_names_the_server_that_the_line_names(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["json", "yaml"])
-def test_programs_get_the_job(server: str, capsys: pytest.CaptureFixture[str], output: str) -> None:
+def test_programs_get_the_job(server: str, capsys: Capture, output: str) -> None:
     import yaml
 
     assert run(["submit", "-o", output, "--env=A=s3cret", "--rdzv-id=night", "t"]) == 0
@@ -503,7 +494,7 @@ def test_programs_get_the_job(server: str, capsys: pytest.CaptureFixture[str], o
 
 
 def test_a_dry_run_sends_nothing_and_shows_no_value(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     words = ["--dry-run", "--env=A=s3cret", "--nnodes=2:4", "--labels=gpu=h100", "--rdzv-id=night"]
     assert run(["submit", *words, "--nproc-per-node=gpu", "--priority=2", "t x.py", "y"]) == 0
@@ -528,7 +519,7 @@ def test_a_dry_run_sends_nothing_and_shows_no_value(
 
 
 def test_what_is_wrong_is_one_line_and_nothing_is_sent(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     assert run(["submit", "--nnodes=x", "t"]) == 2
     captured = capsys.readouterr()
@@ -542,9 +533,7 @@ def test_what_is_wrong_is_one_line_and_nothing_is_sent(
 
 
 @pytest.mark.slow
-def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(capsys: Capture) -> None:
     assert run(["submit", "--help"]) == 0
     text = capsys.readouterr().out
     for name in ("--env", "--gpus-per-node", "--follow", "--nproc-per-node", "--numa-binding"):
@@ -562,7 +551,7 @@ def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) 
 
 @pytest.mark.slow
 def test_a_name_that_is_taken_is_refused(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     control.error = JobExistsError("a job night already exists; choose another name")
     assert run(["submit", "--rdzv-id=night", "t"]) == 1
@@ -571,7 +560,7 @@ def test_a_name_that_is_taken_is_refused(
 
 @pytest.mark.slow
 def test_a_store_that_refuses_is_not_asked_again(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     control.error = StoreRefusedError("the disk is full; nothing was written")
     assert run(["submit", "--rdzv-id=night", "t"]) == 75
@@ -620,7 +609,7 @@ def test_a_lost_connection_repeats_the_same_request(control: SubmitControl, serv
 
 @pytest.mark.slow
 def test_a_request_that_may_have_arrived_says_so(
-    control: SubmitControl, server: str, three_tries: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, three_tries: str, capsys: Capture
 ) -> None:
     control.cuts = 1_000
     assert run(["submit", three_tries, "--rdzv-id=night", "t"]) == 75
@@ -634,7 +623,7 @@ def test_a_request_that_may_have_arrived_says_so(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_not_asked_twice(capsys: Capture) -> None:
     assert run(["submit", "--server=127.0.0.1:1", "t"]) == 75
     said = capsys.readouterr().err
     assert "connection refused" in said
@@ -643,7 +632,7 @@ def test_a_server_that_is_not_there_is_not_asked_twice(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_has_no_address_got_nothing(capsys: Capture) -> None:
     assert run(["submit", "--server=no-such-host.invalid", "t"]) == 75
     said = capsys.readouterr().err
     assert "no such host name" in said
@@ -653,7 +642,7 @@ def test_a_host_that_has_no_address_got_nothing(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
-    control: SubmitControl, server: str, three_tries: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, three_tries: str, capsys: Capture
 ) -> None:
     control.cuts = 1_000
     words = ["submit", f"--server={server},127.0.0.1:1", three_tries, "--rdzv-id=night", "t"]
@@ -665,7 +654,7 @@ def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
 
 @pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(
-    control: SubmitControl, server: str, three_tries: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, three_tries: str, capsys: Capture
 ) -> None:
     control.error = RendezvousConnectionError("the store is away: disk full")
     assert run(["submit", three_tries, "t"]) == 75
@@ -675,7 +664,7 @@ def test_a_store_that_is_away_is_waited_for(
 
 @pytest.mark.slow
 def test_an_older_server_is_told_apart_at_once(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     control.error = grpc.StatusCode.UNIMPLEMENTED
     assert run(["submit", "t"]) == 75
@@ -723,7 +712,7 @@ def test_followed_to_its_end(
 
 @pytest.mark.slow
 def test_what_it_waits_for_is_told_once_however_time_goes_on(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     waits = [("n1 failed after 5 s", "gives up in", ms) for ms in (9_000, 8_000, 7_000)]
     control.meanwhile = [*waits, ("n1 failed after 6 s", "gives up in", 6_000)]
@@ -737,7 +726,7 @@ def test_what_it_waits_for_is_told_once_however_time_goes_on(
 
 @pytest.mark.slow
 def test_logs_that_can_not_be_shown_end_nothing(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     control.log_error = grpc.StatusCode.RESOURCE_EXHAUSTED
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
@@ -748,7 +737,7 @@ def test_logs_that_can_not_be_shown_end_nothing(
 
 @pytest.mark.slow
 def test_another_run_of_that_name_is_not_taken_for_this_one(
-    control: SubmitControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: SubmitControl, server: str, capsys: Capture
 ) -> None:
     control.ends_as = ""
     assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 1
@@ -757,10 +746,7 @@ def test_another_run_of_that_name_is_not_taken_for_this_one(
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_it_running(
-    control: SubmitControl,
-    server: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    control: SubmitControl, server: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rdzv.ctl import watch
 
@@ -804,7 +790,7 @@ def test_how_the_server_is_reached_may_stand_after_the_name_too() -> None:
 
 @pytest.mark.slow
 def test_a_submission_is_sent_with_the_credentials_of_its_line(
-    server: str, capsys: pytest.CaptureFixture[str]
+    server: str, capsys: Capture
 ) -> None:
     assert run(["submit", "--tls-ca=/nowhere/ca.pem", "t.py"]) == 2
     assert "/nowhere/ca.pem" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import control_samples
 import pytest
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl, serving
 
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.support_bundle import HIDDEN, redacted
@@ -71,7 +71,7 @@ def control() -> FakeControl:
 
 @pytest.mark.quick
 def test_the_bundle_has_what_is_known_without_secrets(
-    control: FakeControl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    control: FakeControl, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "bundle.tar.gz"
     with serving(control) as endpoint:

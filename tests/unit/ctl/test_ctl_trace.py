@@ -9,12 +9,11 @@ from typing import Any
 
 import control_samples
 import pytest
-from fake_control import FakeControl
+from fake_control import Capture, FakeControl
 from stories import STORIES, Told, crashing, fenced, many_nodes, told
 
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.trace import trace
-from tests.unit.ctl.test_ctl import control, server  # noqa: F401
 from tests.unit.server.test_metrics import history
 
 pytestmark = pytest.mark.slow
@@ -137,10 +136,7 @@ async def test_each_run_is_a_process_of_its_own() -> None:
 
 
 def test_the_file_is_written_whole_or_the_reason_is_told(
-    control: FakeControl,  # noqa: F811
-    server: str,  # noqa: F811
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    control: FakeControl, server: str, tmp_path: Path, capsys: Capture
 ) -> None:
     control.jobs["a"] = control_samples.running()
     control.history = control_samples.history()

@@ -17,7 +17,7 @@ import grpc
 import pytest
 import yaml
 from control_samples import give_reason
-from fake_control import FakeControl, serving
+from fake_control import Capture, FakeControl, serving
 from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
 
 import rdzv.client
@@ -201,7 +201,7 @@ def server(control: WatchControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
 
 
 def test_into_a_pipe_every_change_is_a_text_or_a_document(
-    control: WatchControl, server: str, capsys: pytest.CaptureFixture[str]
+    control: WatchControl, server: str, capsys: Capture
 ) -> None:
     control.pushed = [control_samples.joining(), control_samples.failed()]
     control.go_on.set()
@@ -215,7 +215,7 @@ def test_into_a_pipe_every_change_is_a_text_or_a_document(
     assert all(document["version"] == 1 for document in documents)
 
 
-def test_a_server_that_is_not_there_is_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_not_watched(capsys: Capture) -> None:
     """In a thread, so that it ends if it waits for the server."""
     codes: list[int] = []
     words = ["--server=127.0.0.1:1", "status", "-w", "gpt-small"]
@@ -250,9 +250,7 @@ class CutControl(WatchControl):
         yield self.pushed[-1]
 
 
-def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(capsys: Capture) -> None:
     control = CutControl()
     stale = control_samples.failed()
     give_reason(stale, "no progress: none of 2 restarts moved it on")
@@ -275,12 +273,7 @@ def test_a_job_without_progress_is_told_apart_by_who_waits_for_it(
     ],
 )
 def test_a_wait_may_exit_as_the_root_cause_did(
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    exited: int,
-    by_failure: bool,
-    code: int,
-    said: str,
+    capsys: Capture, flags: list[str], exited: int, by_failure: bool, code: int, said: str
 ) -> None:
     control, failed = CutControl(), control_samples.failed()
     failed.ended_by_failure = by_failure
@@ -309,11 +302,7 @@ def test_a_wait_may_exit_as_the_root_cause_did(
     ],
 )
 def test_a_wait_ends_when_the_job_runs_or_the_time_is_over(
-    last: Callable[[], pb.JobStatus],
-    words: list[str],
-    code: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
+    last: Callable[[], pb.JobStatus], words: list[str], code: int, said: str, capsys: Capture
 ) -> None:
     control = WatchControl()
     control.pushed = [last(), last()]
@@ -327,18 +316,14 @@ def test_a_wait_ends_when_the_job_runs_or_the_time_is_over(
     ("value", "remedy"),
     [("runing", "did you mean `running`?"), ("0", "give one of them"), ("nan", "give one of them")],
 )
-def test_what_a_wait_cannot_be_for(
-    value: str, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_wait_cannot_be_for(value: str, remedy: str, capsys: Capture) -> None:
     assert run(["wait", "gpt-small", f"--for={value}"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"rdzvctl: --for={value} is neither `running` nor a number of seconds")
     assert said.endswith(f"; {remedy}\n")
 
 
-def test_a_wait_reports_state_and_reason_once_for_each_change(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wait_reports_state_and_reason_once_for_each_change(capsys: Capture) -> None:
     """A wait that has only become shorter is no change."""
     reports = StateReports("gpt-small")
     for seconds in (20, 10):
@@ -353,7 +338,7 @@ def test_a_wait_reports_state_and_reason_once_for_each_change(
 
 @pytest.mark.parametrize("words", [["status", "-w", "gpt-small"], ["wait", "gpt-small"]])
 def test_a_server_that_goes_away_is_told_once_each_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]
 ) -> None:
     monkeypatch.setattr(rdzv.client, "WATCH_RETRY_S", 0.01)
     control = CutControl()
@@ -382,9 +367,7 @@ class GrowingControl(WatchControl):
 
 
 @pytest.mark.parametrize("output", ["text", "json"])
-def test_events_are_followed_until_the_job_has_ended(
-    output: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_events_are_followed_until_the_job_has_ended(output: str, capsys: Capture) -> None:
     control = GrowingControl()
     control.jobs["gpt-small"] = control_samples.running()
     control.pushed = [control_samples.running(), control_samples.failed()]

@@ -6,6 +6,7 @@ from datetime import UTC
 
 import click
 import pytest
+from fake_control import Capture
 
 from rdzv.core.model import JobState
 from rdzv.core.reason import Reason, ReasonItem
@@ -117,7 +118,7 @@ def test_the_help_lists_every_command_once() -> None:
         assert command.name == name
 
 
-def test_the_help_is_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_is_by_task(capsys: Capture) -> None:
     assert run(["--help"]) == 0
     said = capsys.readouterr().out
     places = [said.index(f"{title}:") for title in SECTIONS]
