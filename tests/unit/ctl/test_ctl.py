@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import pty
 import re
-import socket
 import struct
 import subprocess
 import sys
 import termios
 from collections.abc import Mapping
-from contextlib import closing
 from datetime import UTC
 from pathlib import Path
 
@@ -25,7 +22,6 @@ from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
 from rdzv.ctl.layout import Page
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.runtime.log_format import harmless
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -146,42 +142,7 @@ def test_harmless_text_is_as_it_was() -> None:
     assert harmless("\x1b[31m\t\n") == r"\x1b[31m\t\n"
 
 
-# ------------------------------------------------------------------------------------ programs
-
-
-def test_list_and_events_for_programs(control: FakeControl, server: str, capsys: Capture) -> None:
-    control.jobs["gpt-small"] = control_samples.running()
-    control.history = control_samples.history()
-    assert run(["list", "-o", "json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert list(listed) == ["version", "jobs", "store_away"]
-    assert listed["jobs"][0]["nodes"] == 3
-    assert run(["events", "gpt-small", "-n", "1", "-o", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["version", "rdzv_id", "events"]
-    assert document["events"] == [
-        {
-            "unix_ms": 1_700_000_000_604,
-            "run": "5f3a",
-            "name": "NodeStopped",
-            "text": "n1 has stopped round 2",
-            "fields": None,
-        }
-    ]
-    assert control.limits == [1]
-    control.history[-1].fields = '{"node_id":"n1","round":2,"later":[true]}'
-    assert run(["events", "gpt-small", "-n", "1", "-o", "json"]) == 0
-    (event,) = json.loads(capsys.readouterr().out)["events"]
-    assert event["fields"] == {"node_id": "n1", "round": 2, "later": [True]}
-
-
 # ------------------------------------------------------------------------------------ commands
-
-
-@pytest.mark.quick
-def test_no_jobs_in_words(server: str, capsys: Capture) -> None:
-    assert run(["list"]) == 0
-    assert capsys.readouterr().out == f"no jobs at {server}\n"
 
 
 @pytest.mark.parametrize("command", ["status", "events"])
@@ -190,40 +151,6 @@ def test_an_unknown_job(command: str, server: str, capsys: Capture) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"rdzvctl: no job nix is known here (asked {server})\n"
-
-
-@pytest.mark.quick
-def test_the_server_refuses(control: FakeControl, server: str, capsys: Capture) -> None:
-    control.error = InvalidRequestError("limit is 4000000, it must be from 1 to 10000")
-    assert run(["events", "a", "-n", "4000000"]) == 1
-    assert "must be from 1 to 10000" in capsys.readouterr().err
-
-
-def test_the_store_of_the_server_is_away(
-    control: FakeControl, server: str, capsys: Capture
-) -> None:
-    control.error = RendezvousConnectionError("the store is away")
-    assert run(["list"]) == 75
-    assert capsys.readouterr().err == f"rdzvctl: the store is away (asked {server})\n"
-
-
-def test_no_server_is_there(capsys: Capture) -> None:
-    with closing(socket.socket()) as bound:
-        bound.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert run(["--server", endpoint, "list"]) == 75
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        f"rdzvctl: cannot reach rdzvd at {endpoint}: connection refused; "
-        "check the address, and that rdzvd runs there\n"
-    )
-
-
-def test_a_server_that_hangs(control: FakeControl, server: str, capsys: Capture) -> None:
-    control.hangs = True
-    assert run(["status", "a", "--timeout", "0.2"]) == 75
-    assert "no answer within 0.2 s" in capsys.readouterr().err
 
 
 def test_options_after_the_command_win(control: FakeControl, server: str, capsys: Capture) -> None:
@@ -268,13 +195,6 @@ def test_without_a_command_it_prints_its_help_as_an_error(capsys: Capture) -> No
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == text
-
-
-def test_help_documents_the_exit_codes(capsys: Capture) -> None:
-    assert run(["--help"]) == 0
-    text = capsys.readouterr().out
-    for code in ("  0   ok", "  1   not", "  2   the", "  75  the"):
-        assert code in text
 
 
 def test_the_help_of_a_command_is_about_the_command(capsys: Capture) -> None:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from control_samples import give_reason
 from fake_control import Capture, FakeControl, serving
-from watch_control import HISTORY, NOON_S, RUN, WatchControl, event
+from watch_control import HISTORY, NOON_S, WatchControl, event
 
 import rdzv.client
 from rdzv.client import ControlClient, parse_endpoint
@@ -164,24 +164,6 @@ def test_times_in_a_reason_go_on() -> None:
     assert status.reason.items[0].why == "its stream ended; its seat is kept for 1.2 s"
     assert live.later(status, 586_500).reason.line.endswith("within 0.0 s")
     assert live.later(of(job), 0) == of(job)
-
-
-# ------------------------------------------------------------------------------ the timeline
-
-
-def test_the_timeline_has_the_rounds_of_this_run_and_how_long_they_ran() -> None:
-    job = of(control_samples.running())
-    lines = live.timeline(HISTORY, job, page(120))
-    assert [line.split(maxsplit=1)[1] for line in lines[1:]] == [
-        f"run 1 ({RUN}) began: n1 is there",
-        "last call: 3 nodes at hand, more may come for 30 s",
-        "round 1 complete: n1=0..7 n2=8..15 n3=16..23, world_size 24",
-        "after 8 min 20 s: round 1 ended (node lost): n2 was lost: lease ran out",
-        "round 1 is charged to node lost: n2 was lost",
-        "round 2 complete: n1=0..7 n3=8..15 n4=16..23, world_size 24",
-    ]
-    assert live.timeline((), job, page()) == []
-    assert live.timeline(HISTORY[:1], job, page()) == []
 
 
 # ------------------------------------------------------------------------------ a pipe

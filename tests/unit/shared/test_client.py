@@ -17,7 +17,6 @@ import pytest
 from fake_control import FakeControl, serving
 
 from rdzv.client import ControlClient, Endpoint, parse_endpoint
-from rdzv.core.reason import Reason
 from rdzv.errors import (
     InvalidRequestError,
     LimitExceededError,
@@ -108,46 +107,6 @@ def test_a_host_is_never_taken_for_a_uri_scheme() -> None:
 
 
 # ------------------------------------------------------------------------------------ the values
-
-
-@pytest.mark.slow
-def test_what_is_not_set_is_not_known(control: FakeControl, client: ControlClient) -> None:
-    control.jobs["bare"] = pb.JobStatus(
-        rdzv_id="bare", state="joining", nodes=[pb.NodeStatus(node_id="n1", state="waiting")]
-    )
-    job = client.status("bare")
-    assert (job.run, job.run_number, job.reason) == (None, None, Reason())
-    assert (job.round, job.world_size, job.master_addr, job.master_port) == (None,) * 4
-    assert job.last_failure is None
-    (node,) = job.nodes
-    assert (node.group_rank, node.rank_first, node.local_world_size) == (None, None, None)
-    assert (node.address, node.role) == (None, None)
-
-
-@pytest.mark.slow
-def test_zero_is_known_where_it_is_a_number(control: FakeControl, client: ControlClient) -> None:
-    control.jobs["a"] = pb.JobStatus(
-        rdzv_id="a",
-        round=0,
-        nodes=[pb.NodeStatus(node_id="n1", group_rank=0, rank_first=0)],
-        last_failure=pb.LastFailure(
-            age_ms=0, root_cause=pb.WorkerFailure(node_id="n1", exit_code=0)
-        ),
-    )
-    job = client.status("a")
-    assert job.round == 0
-    assert (job.nodes[0].group_rank, job.nodes[0].rank_first) == (0, 0)
-    assert job.last_failure is not None
-    assert job.last_failure.age_ms == 0
-    assert (job.last_failure.root_cause.exit_code, job.last_failure.root_cause.signal) == (0, None)
-
-
-def test_the_first_failure_is_the_root_cause(control: FakeControl, client: ControlClient) -> None:
-    control.jobs["gpt-small"] = control_samples.failed()
-    failure = client.status("gpt-small").last_failure
-    assert failure is not None
-    assert (failure.root_cause.node_id, failure.root_cause.exit_code) == ("n3", 1)
-    assert [(other.node_id, other.signal) for other in failure.others] == [("n1", 6)]
 
 
 @pytest.mark.slow
@@ -248,17 +207,6 @@ def test_nobody_listens() -> None:
         f"cannot reach rdzvd at {endpoint}: connection refused; "
         "check the address, and that rdzvd runs there"
     )
-
-
-def test_there_is_no_such_host() -> None:
-    endpoint = Endpoint("no-such-host.invalid", 29400)
-    with (
-        ControlClient(endpoint) as client,
-        pytest.raises(
-            RendezvousConnectionError, match=r"no-such-host\.invalid:29400: no such host name"
-        ),
-    ):
-        client.jobs()
 
 
 def _answer_like_a_web_server(connection: socket.socket) -> None:
