@@ -7,7 +7,7 @@ from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.core.evidence.lateness import arrivals
 from rdzv.messages import Arrivals
-from rdzv.server.diagnosis.straggler_tracking import ArrivalBoard
+from rdzv.server.diagnosis.round_reports import ArrivalBoard
 
 NODES = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
 

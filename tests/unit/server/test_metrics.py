@@ -9,7 +9,6 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,7 +310,7 @@ ROOM = ("gpus", "places", "barred", "drains")
 
 def leading(*states: model.State) -> Any:
     """A server that leads, with these jobs and nothing else."""
-    nothing = SimpleNamespace(shown=lambda *_: ())
+    rounds = SimpleNamespace(progress=lambda _: (), stragglers=lambda _: ())
     snapshots = SimpleNamespace(shown=lambda _: SnapshotsKnown())
     return SimpleNamespace(
         clock=FakeClock(),
@@ -322,7 +321,7 @@ def leading(*states: model.State) -> Any:
         operations=SimpleNamespace(watching=0),
         store=SimpleNamespace(away_ms=0),
         nodes=SimpleNamespace(room=lambda: {key: {} for key in ROOM}),
-        diagnosis=SimpleNamespace(progress=copy(nothing), stragglers=nothing, snapshots=snapshots),
+        diagnosis=SimpleNamespace(rounds=rounds, snapshots=snapshots),
     )
 
 
@@ -349,11 +348,11 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
     def lost(*_: object) -> tuple[RankProgress, ...]:
         raise KeyError("job-7")
 
-    healthy, leads.diagnosis.progress.shown = leads.diagnosis.progress.shown, lost
+    healthy, leads.diagnosis.rounds.progress = leads.diagnosis.rounds.progress, lost
     found = values(await page.text())
     assert found["rdzv_collector_success{collector=jobs}"] == 0
     assert found["rdzv_leads"] == 1
-    leads.diagnosis.progress.shown = healthy
+    leads.diagnosis.rounds.progress = healthy
     assert values(await page.text())["rdzv_collector_success{collector=jobs}"] == 1
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from rdzv.core.model import State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.server.diagnosis.reported_hangs import ReportedHangs
-from rdzv.server.diagnosis.round_reports import ProgressBoard, StepMilestones, WorkerStarts
+from rdzv.server.diagnosis.round_reports import RoundReports
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.diagnosis.stack_archive import StackArchive
 from rdzv.server.diagnosis.stack_collection import StackRelay
-from rdzv.server.diagnosis.straggler_tracking import Stragglers
 from rdzv.server.diagnosis.worker_logs import WorkerLogs
 
 if TYPE_CHECKING:
@@ -22,13 +21,9 @@ class Diagnosis:
     """One server's observers. Only `hangs` ever changes a job."""
 
     def __init__(self, driver: Driver) -> None:
-        self._clock = clock = driver.clock
-        note, send = driver.note, driver.streams.send
-        self.progress = ProgressBoard()
-        self.milestones = StepMilestones(note)
-        self.starts = WorkerStarts(note)
+        clock, send = driver.clock, driver.streams.send
+        self.rounds = RoundReports(driver)
         self.snapshots = SnapshotTracking(send)
-        self.stragglers = Stragglers(driver.config.progress.straggler_after_ms, note)
         self.logs = WorkerLogs(clock, send)
         self.stacks = StackRelay(clock, send)
         self.stack_archive = StackArchive(driver.store)
@@ -36,12 +31,9 @@ class Diagnosis:
 
     def note_state(self, state: State) -> None:
         """React to a job's new state by dropping everything observed in a round that is over."""
-        self.progress.tidy(state)
-        self.starts.rounds.tidy(state)
+        self.rounds.note_state(state)
         self.snapshots.tidy(state)
-        self.milestones.note_state(state, self._clock.now_ms())
         self.hangs.note_state(state)
-        self.stragglers.rounds.tidy(state)
 
     def note_gone(self, node_id: str) -> None:
         self.logs.note_gone(node_id)

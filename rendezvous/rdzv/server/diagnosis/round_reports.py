@@ -1,214 +1,59 @@
-"""What nodes report of the workers of live rounds: progress, milestones, and how they were started.
+"""What nodes report of the workers of live rounds: their starts, their steps, and who is late.
 
 All of this is kept in memory and for live rounds only, and no decision depends on it. Nodes report
-it again after a reconnect, and to a server that takes over.
+it again after a reconnect, and to a server that takes over. Workers that wait for each other in
+collectives all have the same rate, so rates count only where collectives are not recorded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from rdzv import messages
-from rdzv.core.events import (
-    Event,
-    FirstCollectiveMade,
-    FirstStepMade,
-    LastStepMade,
-    LostStepsRedone,
-    NewWorker,
-    SnapshotsNotLoaded,
-    WorkersStarted,
-    WorkerStart,
+from rdzv.core import events
+from rdzv.core.evidence.lateness import (
+    LEAST_PAIRS,
+    LOOKS,
+    Arrivals,
+    GroupLook,
+    arrivals,
+    follow,
+    pairs,
 )
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.model import Participant, Round, State
+from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
+from rdzv.core.evidence.stragglers import follow as follow_rates
+from rdzv.core.model import Round, State
 from rdzv.core.rounds.ranks import participant_of
 from rdzv.core.words import LISTED
 from rdzv.errors import InvalidRequestError
-from rdzv.messages import Arrivals, Progress
 from rdzv.structs import replace, struct
+from rdzv.transport.wire import convert
 
-Tell = Callable[[str, tuple[Event, ...]], None]
-"""Records events of a job that were not caused by a command."""
-
-T = TypeVar("T")
-
-
-class LiveRounds(Generic[T]):
-    """A record of each job's live round, which is dropped once the round is over."""
-
-    def __init__(self, begin: Callable[[Round], T]) -> None:
-        self._begin = begin
-        self._known: dict[str, tuple[str, int, T]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def find(self, state: State) -> T | None:
-        run, number, record = self._known.get(state.membership.rdzv_id, ("", 0, None))
-        return record if state.membership.is_live(run, number) else None
-
-    def begun(self, state: State) -> T:
-        if (record := self.find(state)) is None:
-            membership, round_ = state.membership, state.membership.live_round
-            assert round_ is not None
-            record = self._begin(round_)
-            self._known[membership.rdzv_id] = membership.run, round_.number, record
-        return record
-
-    def tidy(self, state: State) -> tuple[str, int, T] | None:
-        """Drop a record whose round is over, and return it with its run and round."""
-        known = self._known.get(state.membership.rdzv_id)
-        if known is None or state.membership.is_live(known[0], known[1]):
-            return None
-        return self._known.pop(state.membership.rdzv_id)
-
-
-# ------------------------------------------------------------------ progress
-
-
-class ProgressBoard:
-    """The latest progress reports, with at most one entry for each worker."""
-
-    def __init__(self) -> None:
-        self.rounds: LiveRounds[_Progress] = LiveRounds(_Progress)
-
-    def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        known, round_ = self.rounds.begun(state), state.membership.live_round
-        if known.round is not round_ and round_ is not None:
-            # An adopted node has replaced a placeholder.
-            known.round, known.ranks = round_, _ranks(round_)
-        ranks = known.ranks[node_id]
-        for one in said.ranks:
-            if one.rank not in ranks:
-                raise InvalidRequestError(
-                    f"progress of RANK {one.rank}: {node_id} has RANK {ranks[0]}..{ranks[-1]} in "
-                    f"round {said.round}; name those"
-                )
-        known.said[node_id] = now_ms, said
-
-    def tidy(self, state: State) -> None:
-        """Drop the progress of a round that is over and of nodes that no longer have a seat."""
-        self.rounds.tidy(state)
-        known = self.rounds.find(state)
-        if known is not None and len(known.said) > len(state.seats):
-            known.said = {n: said for n, said in known.said.items() if n in state.seats}
-
-    def shown(self, state: State, now_ms: int) -> tuple[RankProgress, ...]:
-        """Return the progress of a job's workers in its live round, in RANK order."""
-        if (known := self.rounds.find(state)) is None:
-            return ()
-        found = [
-            replace(one, age_ms=one.age_ms + max(now_ms - heard_ms, 0))
-            for node_id, (heard_ms, said) in known.said.items()
-            if node_id in state.seats
-            for one in said.ranks
-        ]
-        return tuple(sorted(found, key=lambda one: one.rank))
-
-
-class _Progress:
-    def __init__(self, round_: Round) -> None:
-        self.round = round_
-        self.ranks = _ranks(round_)
-        """The RANKs of each node's workers, by node_id."""
-        self.said: dict[str, tuple[int, Progress]] = {}
-        """Each node's latest report and the time when it was received, by node_id."""
-
-
-def _ranks(round_: Round) -> dict[str, range]:
-    return {p.node_id: p.ranks for p in round_.participants}
-
-
-# ------------------------------------------------------------------ milestones
+if TYPE_CHECKING:
+    from rdzv.server.driver import Driver
 
 OLDEST_COLLECTIVE_MS = 60_000
 """A collective entered longer ago than this is not the round's first, or its time is wrong."""
+LOOKS_AT_RATES = 10
+"""How often rates are compared within the time after which a slow worker counts as a straggler."""
+LOOK_LEAST_MS, LOOK_MOST_MS = 200, 5_000
+RECORDS_COUNT_MS = 120_000
+"""Rates count again once no collectives could be compared for this long."""
+SILENT_MS, SILENT_STEPS = 60_000, 3
+"""A worker that has reported nothing for this long, and for the time of this many steps, is silent
+rather than slow, so its last rate no longer counts. Whether it hangs is judged elsewhere."""
+MAX_GROUPS = 1_024
+"""The maximum number of process groups in one round; a large job has a few for each of its
+nodes."""
+MAX_KEPT = 512
+"""The maximum number of one group's collectives that are kept until all nodes have reported
+them."""
 
-
-@dataclass(slots=True)
-class _Furthest:
-    """The furthest step in one live round, and when it was made."""
-
-    step: int = -1
-    at_ms: int = 0
-    redone: bool = False
-    """Whether all lost steps have been redone."""
-
-
-class StepMilestones:
-    """Records first collectives, and first, last and redone steps, for the ledger.
-
-    A server that takes over records the first collective and the first step again; the ledger
-    counts only the first record of each in a round.
-    """
-
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
-        self._rounds: LiveRounds[_Furthest] = LiveRounds(lambda _: _Furthest())
-        self._collectives: LiveRounds[set[str]] = LiveRounds(lambda _: set())
-        """The node that was the first to report a collective."""
-
-    def note(self, state: State, node_id: str, said: Progress, now_ms: int) -> None:
-        if not said.ranks:
-            return
-        best = max(said.ranks, key=lambda one: one.step)
-        at_ms, furthest = now_ms - best.age_ms, state.membership.spent.furthest_step
-        events: tuple[Event, ...] = ()
-        known = self._rounds.begun(state)
-        if known.step < 0:
-            known.step, known.at_ms, known.redone = best.step, at_ms, furthest is None
-            events = (FirstStepMade(said.round, node_id, best.rank, best.step, best.age_ms),)
-        if not known.redone and furthest is not None and best.step >= furthest:
-            known.redone = True
-            reached_ms = _reached_ms(known, best.step, at_ms, furthest)
-            events = (*events, LostStepsRedone(said.round, furthest, max(now_ms - reached_ms, 0)))
-        if best.step > known.step:
-            known.step, known.at_ms = best.step, at_ms
-        if events:
-            self._tell(said.rdzv_id, events)
-
-    def note_collectives(self, state: State, node_id: str, said: Arrivals, now_ms: int) -> None:
-        first = self._collectives.begun(state)
-        if not first:
-            first.add(node_id)
-            event = FirstCollectiveMade(said.round, node_id, _entered_ago_ms(said, now_ms))
-            self._tell(said.rdzv_id, (event,))
-
-    def note_state(self, state: State, now_ms: int) -> None:
-        self._collectives.tidy(state)
-        if (over := self._rounds.tidy(state)) is None:
-            return
-        (run, number, known), membership = over, state.membership
-        if membership.run == run and membership.ended is None:
-            last = LastStepMade(number, known.step, max(now_ms - known.at_ms, 0))
-            self._tell(membership.rdzv_id, (last,))
-
-
-def _entered_ago_ms(said: Arrivals, now_ms: int) -> int:
-    """Return how long ago the first of these collectives was entered, or 0 if unknown."""
-    ages_ms = [
-        now_ms - entered_us // 1_000
-        for group in said.groups
-        if group.error_us is not None
-        for entered in group.entered_us.values()
-        for entered_us in entered.values()
-    ]
-    return max((age for age in ages_ms if 0 <= age <= OLDEST_COLLECTIVE_MS), default=0)
-
-
-def _reached_ms(known: _Furthest, step: int, at_ms: int, furthest: int) -> int:
-    """Return when `furthest` was reached, assuming a steady pace between two reports."""
-    if step <= known.step or furthest <= known.step:
-        return at_ms
-    share = (furthest - known.step) / (step - known.step)
-    return round(known.at_ms + (at_ms - known.at_ms) * share)
-
-
-# ------------------------------------------------------------------ starts
+WorkerReport = messages.Progress | messages.WorkersStarted | messages.Arrivals
 
 
 @struct(frozen=True)
@@ -221,84 +66,359 @@ class Starts:
 
 
 @dataclass(slots=True)
-class _Starts:
-    said: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
+class _Group:
+    """The entries into one process group's collectives."""
+
+    latest: dict[str, int] = field(default_factory=dict)
+    """The latest collective that each node has reported, by node_id."""
+    entered_us: dict[int, dict[int, int]] = field(default_factory=dict)
+    per_second: float = 0.0
+    errors_us: dict[str, int | None] = field(default_factory=dict)
+
+    def note(self, node_id: str, said: messages.GroupArrivals) -> None:
+        self.per_second, self.errors_us[node_id] = said.per_second, said.error_us
+        self.latest[node_id] = max(said.entered_us, default=self.latest.get(node_id, 0))
+        for sequence, entered in said.entered_us.items():
+            self.entered_us.setdefault(sequence, {}).update(entered)
+        for sequence in sorted(self.entered_us)[:-MAX_KEPT]:
+            del self.entered_us[sequence]
+
+    def complete(self) -> int:
+        """Return how many collectives all nodes have reported together with their successors."""
+        upto = min(self.latest.values())
+        return sum(n < upto for n in pairs(self.entered_us))
+
+    def take(self) -> GroupLook:
+        upto = min(self.latest.values())
+        taken = {n: entered for n, entered in self.entered_us.items() if n <= upto}
+        # The last one is kept, so that it can be compared with the next one later.
+        self.entered_us = {n: entered for n, entered in self.entered_us.items() if n >= upto}
+        errors_us = [one for one in self.errors_us.values() if one is not None]
+        known = len(errors_us) == len(self.errors_us)
+        return GroupLook(taken, self.per_second, max(errors_us) if known else None)
+
+
+class ArrivalBoard:
+    """A round's entries into collectives that have not been compared yet."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def note(self, node_id: str, said: messages.Arrivals) -> None:
+        for group in said.groups:
+            if group.group in self._groups or len(self._groups) < MAX_GROUPS:
+                self._groups.setdefault(group.group, _Group()).note(node_id, group)
+
+    def take(self) -> list[GroupLook]:
+        """Remove and return the entries that can be compared now, or [] while there are too few."""
+        if all(group.complete() < LEAST_PAIRS for group in self._groups.values()):
+            return []
+        return [group.take() for group in self._groups.values() if group.complete()]
+
+
+@dataclass(slots=True, eq=False)
+class LiveRound:
+    """What is known about the workers of one live round."""
+
+    run: str
+    round: Round
+    compared_ms: int
+    """When collectives were last compared; initially, when the round was first heard of."""
+    nodes: dict[int, str] = field(default_factory=dict)
+    """The node_id for each RANK; hundreds of reports a second are checked against it."""
+    progress: dict[str, tuple[int, messages.Progress]] = field(default_factory=dict)
+    """Each node's latest report and the time when it was received, by node_id."""
+    step: int = -1
+    """The furthest step."""
+    step_at_ms: int = 0
+    redone: bool = False
+    """Whether all lost steps have been redone."""
+    in_collectives: bool = False
+    """Whether any worker is known to have entered a collective."""
+    started: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
     not_loaded: set[str] = field(default_factory=set)
     """The nodes, or the first few of them, that have not loaded some snapshots."""
     forks: set[str] = field(default_factory=set)
     """The nodes with a zygote that serves the script."""
+    looked_ms: int | None = None
+    pace: Pace = field(default_factory=Pace)
+    board: ArrivalBoard = field(default_factory=ArrivalBoard)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+
+    @property
+    def stragglers(self) -> dict[int, Straggler]:
+        return {**self.pace.stragglers, **self.arrivals.stragglers}
 
 
-class WorkerStarts:
-    """The reports of how workers were started, with at most one for each node."""
+class RoundReports:
+    """The live rounds of one server's jobs, as far as nodes have reported of their workers.
 
-    def __init__(self, tell: Tell) -> None:
-        """Call `tell` with an event once all nodes in a round have reported.
+    A server that takes over records the first collective and the first step again; the ledger
+    counts only the first record of each in a round.
+    """
 
-        It is also called for the first few nodes that have not loaded snapshots.
-        """
-        self._tell = tell
-        self.rounds: LiveRounds[_Starts] = LiveRounds(lambda _: _Starts())
+    def __init__(self, driver: Driver) -> None:
+        self._clock = driver.clock
+        self._tell = driver.note
+        self._after_ms = driver.config.progress.straggler_after_ms
+        self._rounds: dict[str, LiveRound] = {}
 
-    def note(self, state: State, node_id: str, said: messages.WorkersStarted) -> bool:
-        """Record how a node's workers were started for the live round.
+    def find(self, state: State) -> LiveRound | None:
+        known = self._rounds.get(state.membership.rdzv_id)
+        live = known is not None and state.membership.is_live(known.run, known.round.number)
+        return known if live else None
 
-        Return whether the report is new.
-        """
-        round_ = state.membership.live_round
-        participant = participant_of(round_, node_id)
-        assert round_ is not None and participant is not None
-        _check(said, participant)
-        known = self.rounds.begun(state)
-        if said.not_loaded and node_id not in known.not_loaded and len(known.not_loaded) < LISTED:
-            known.not_loaded.add(node_id)
-            event = SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
-            self._tell(said.rdzv_id, (event,))
-        (known.forks.add if said.forks else known.forks.discard)(node_id)
-        if node_id in known.said:
-            return False
-        known.said[node_id] = said.workers
-        if len(known.said) == len(round_.participants):
-            self._tell(said.rdzv_id, (_event(round_, known),))
-        return True
+    def note(self, state: State, node_id: str, said: WorkerReport) -> bool:
+        """Record a report about the live round, and return whether it changes what is shown."""
+        membership, round_ = state.membership, state.membership.live_round
+        assert round_ is not None
+        known, now_ms = self.find(state), self._clock.now_ms()
+        if known is None:
+            known = LiveRound(membership.run, round_, now_ms)
+            self._rounds[membership.rdzv_id] = known
+        if known.round is not round_ or not known.nodes:
+            # An adopted node may have replaced a placeholder.
+            known.round = round_
+            known.nodes = {rank: p.node_id for p in round_.participants for rank in p.ranks}
+        match said:
+            case messages.Progress():
+                _check_own(known, node_id, (one.rank for one in said.ranks), "progress")
+                known.progress[node_id] = now_ms, said
+                self._note_steps(known, node_id, said, membership.spent.furthest_step, now_ms)
+                self._compare_rates(known, state, now_ms)
+                return True
+            case messages.WorkersStarted():
+                return self._note_starts(known, node_id, said)
+            case messages.Arrivals():
+                return self._note_arrivals(known, node_id, said, now_ms)
+
+    def note_state(self, state: State) -> None:
+        """Drop what was reported of a round that is over, and by nodes without a seat."""
+        membership = state.membership
+        if (known := self._rounds.get(membership.rdzv_id)) is None:
+            return
+        if membership.is_live(known.run, known.round.number):
+            if len(known.progress) > len(state.seats):
+                known.progress = {n: one for n, one in known.progress.items() if n in state.seats}
+            return
+        del self._rounds[membership.rdzv_id]
+        if known.step >= 0 and membership.run == known.run and membership.ended is None:
+            age_ms = max(self._clock.now_ms() - known.step_at_ms, 0)
+            last = events.LastStepMade(known.round.number, known.step, age_ms)
+            self._tell(membership.rdzv_id, (last,))
+
+    # ---------------------------------------------------------------- what is shown
+
+    def progress(self, state: State) -> tuple[RankProgress, ...]:
+        """Return the progress of a job's workers in its live round, in RANK order."""
+        if (known := self.find(state)) is None:
+            return ()
+        now_ms = self._clock.now_ms()
+        found = [
+            replace(one, age_ms=one.age_ms + max(now_ms - heard_ms, 0))
+            for node_id, (heard_ms, said) in known.progress.items()
+            if node_id in state.seats
+            for one in said.ranks
+        ]
+        return tuple(sorted(found, key=lambda one: one.rank))
+
+    def starts(self, state: State) -> Mapping[str, Starts]:
+        """Return how each node's workers were started for the live round, by node_id."""
+        known = self.find(state)
+        return {node_id: _counted(one) for node_id, one in known.started.items()} if known else {}
 
     def forks(self, state: State) -> bool | None:
         """Return whether zygotes serve the script on all nodes of the live round, if there is one.
 
         Only then may a node that has not run the script fork its first workers.
         """
-        round_, known = state.membership.live_round, self.rounds.find(state)
+        round_, known = state.membership.live_round, self.find(state)
         if round_ is None:
             return None
         return known is not None and all(p.node_id in known.forks for p in round_.participants)
 
-    def shown(self, state: State) -> Mapping[str, Starts]:
-        known = self.rounds.find(state)
-        return {node_id: _counted(one) for node_id, one in known.said.items()} if known else {}
+    def stragglers(self, state: State) -> tuple[Straggler, ...]:
+        """Return a job's stragglers, in RANK order."""
+        if (known := self.find(state)) is None:
+            return ()
+        now_ms = self._clock.now_ms()
+        since_ms = {**known.pace.slow_since_ms, **known.arrivals.slow_since_ms}
+        return tuple(
+            replace(one, age_ms=max(now_ms - since_ms[rank], 0))
+            for rank, one in sorted(known.stragglers.items())
+        )
+
+    # ---------------------------------------------------------------- steps
+
+    def _note_steps(
+        self,
+        known: LiveRound,
+        node_id: str,
+        said: messages.Progress,
+        furthest: int | None,
+        now_ms: int,
+    ) -> None:
+        """Tell of the first step, and of the one with which all lost steps are redone."""
+        if not said.ranks:
+            return
+        best = max(said.ranks, key=lambda one: one.step)
+        at_ms = now_ms - best.age_ms
+        told: list[events.Event] = []
+        if known.step < 0:
+            known.step, known.step_at_ms, known.redone = best.step, at_ms, furthest is None
+            told.append(
+                events.FirstStepMade(said.round, node_id, best.rank, best.step, best.age_ms)
+            )
+        if not known.redone and furthest is not None and best.step >= furthest:
+            known.redone = True
+            ago_ms = max(now_ms - _reached_ms(known, best.step, at_ms, furthest), 0)
+            told.append(events.LostStepsRedone(said.round, furthest, ago_ms))
+        if best.step > known.step:
+            known.step, known.step_at_ms = best.step, at_ms
+        if told:
+            self._tell(said.rdzv_id, tuple(told))
+
+    # ---------------------------------------------------------------- starts
+
+    def _note_starts(self, known: LiveRound, node_id: str, said: messages.WorkersStarted) -> bool:
+        """Tell how all workers were started once all nodes have reported."""
+        round_ = known.round
+        participant = participant_of(round_, node_id)
+        assert participant is not None
+        size = participant.offer.local_world_size
+        if sorted(worker.local_rank for worker in said.workers) != list(range(size)):
+            raise InvalidRequestError(
+                f"started workers: {node_id} names {len(said.workers)}, and has local_rank "
+                f"0..{size - 1} in round {said.round}; name each of them once"
+            )
+        if said.not_loaded and node_id not in known.not_loaded and len(known.not_loaded) < LISTED:
+            known.not_loaded.add(node_id)
+            missing = events.SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
+            self._tell(said.rdzv_id, (missing,))
+        (known.forks.add if said.forks else known.forks.discard)(node_id)
+        if node_id in known.started:
+            return False
+        known.started[node_id] = said.workers
+        if len(known.started) == len(round_.participants):
+            self._tell(said.rdzv_id, (_all_started(known),))
+        return True
+
+    # ---------------------------------------------------------------- stragglers
+
+    def _look_every_ms(self, looks: int) -> int:
+        return min(max(self._after_ms // looks, LOOK_LEAST_MS), LOOK_MOST_MS)
+
+    def _compare_rates(self, known: LiveRound, state: State, now_ms: int) -> None:
+        """Compare the rates of a job's workers, unless they were compared a moment ago."""
+        every_ms = self._look_every_ms(LOOKS_AT_RATES)
+        if known.looked_ms is not None and now_ms - known.looked_ms < every_ms:
+            return
+        known.looked_ms, before = now_ms, known.stragglers
+        if not known.arrivals.looks:
+            samples = _samples(known.round, self.progress(state))
+            known.pace = follow_rates(known.pace, samples, now_ms, self._after_ms)
+        elif now_ms - known.compared_ms >= RECORDS_COUNT_MS:
+            known.arrivals = Arrivals()
+        self._tell_changes(state.membership.rdzv_id, known, before)
+
+    def _note_arrivals(
+        self, known: LiveRound, node_id: str, said: messages.Arrivals, now_ms: int
+    ) -> bool:
+        """Compare all nodes' entries into collectives if that is due.
+
+        Return whether the stragglers have changed.
+        """
+        told = {
+            rank
+            for group in said.groups
+            for entered in group.entered_us.values()
+            for rank in entered
+        }
+        _check_own(known, node_id, told, "arrivals")
+        known.board.note(node_id, said)
+        changed = False
+        due = now_ms - known.compared_ms >= self._look_every_ms(LOOKS)
+        if due and (groups := known.board.take()):
+            before, known.compared_ms, known.pace = known.stragglers, now_ms, Pace()
+            known.arrivals = follow(known.arrivals, arrivals(groups, known.nodes), now_ms)
+            changed = self._tell_changes(said.rdzv_id, known, before)
+        if not known.in_collectives:
+            known.in_collectives = True
+            entered_ms = _entered_ago_ms(said, now_ms)
+            first = events.FirstCollectiveMade(said.round, node_id, entered_ms)
+            self._tell(said.rdzv_id, (first,))
+        return changed
+
+    def _tell_changes(self, rdzv_id: str, known: LiveRound, before: dict[int, Straggler]) -> bool:
+        after, number = known.stragglers, known.round.number
+        if before.keys() == after.keys():
+            return False
+        began = [
+            convert(events.RankStraggles, found, round=number, node_id=known.nodes.get(rank, ""))
+            for rank, found in after.items()
+            if rank not in before
+        ]
+        over = [
+            events.RankCaughtUp(number, rank, known.nodes.get(rank, ""))
+            for rank in before
+            if rank not in after
+        ]
+        self._tell(rdzv_id, (*began, *over))
+        return True
 
 
-def _check(said: messages.WorkersStarted, participant: Participant) -> None:
-    named = sorted(worker.local_rank for worker in said.workers)
-    size = participant.offer.local_world_size
-    if named != list(range(size)):
+def _check_own(known: LiveRound, node_id: str, ranks: Iterable[int], what: str) -> None:
+    rank = next((rank for rank in ranks if known.nodes.get(rank) != node_id), None)
+    if rank is not None:
+        own = [rank for rank, name in known.nodes.items() if name == node_id]
         raise InvalidRequestError(
-            f"started workers: {participant.node_id} names {len(named)}, and has local_rank "
-            f"0..{size - 1} in round {said.round}; name each of them once"
+            f"{what} of RANK {rank}: {node_id} has RANK {own[0]}..{own[-1]} in round "
+            f"{known.round.number}; name those"
         )
 
 
-def _counted(workers: tuple[messages.StartedWorker, ...]) -> Starts:
-    how = Counter(worker.how for worker in workers)
-    return Starts(*(how[one] for one in (WorkerStart.KEPT, WorkerStart.WARM, WorkerStart.COLD)))
-
-
-def _event(round_: Round, known: _Starts) -> WorkersStarted:
-    workers = tuple(worker for said in known.said.values() for worker in said)
-    found = _counted(workers)
-    new = [
-        NewWorker(p.rank_first + worker.local_rank, p.node_id, worker.how, worker.why)
-        for p in round_.participants
-        for worker in known.said[p.node_id]
-        if worker.why and worker.how != WorkerStart.KEPT
+def _entered_ago_ms(said: messages.Arrivals, now_ms: int) -> int:
+    """Return how long ago the first of these collectives was entered, or 0 if unknown."""
+    ages_ms = [
+        now_ms - entered_us // 1_000
+        for group in said.groups
+        if group.error_us is not None
+        for entered in group.entered_us.values()
+        for entered_us in entered.values()
     ]
-    return WorkersStarted(round_.number, found.kept, found.warm, found.cold, tuple(new[:LISTED]))
+    return max((age for age in ages_ms if 0 <= age <= OLDEST_COLLECTIVE_MS), default=0)
+
+
+def _reached_ms(known: LiveRound, step: int, at_ms: int, furthest: int) -> int:
+    """Return when `furthest` was reached, assuming a steady pace between two reports."""
+    if step <= known.step or furthest <= known.step:
+        return at_ms
+    share = (furthest - known.step) / (step - known.step)
+    return round(known.step_at_ms + (at_ms - known.step_at_ms) * share)
+
+
+def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
+    roles = {rank: p.offer.role for p in round_.participants for rank in p.ranks}
+    return [
+        Sample(one.rank, roles.get(one.rank, ""), 1 / one.rate)
+        for one in progress
+        if one.rate and one.age_ms <= max(SILENT_MS, SILENT_STEPS * 1_000 / one.rate)
+    ]
+
+
+def _counted(workers: Iterable[messages.StartedWorker]) -> Starts:
+    how = Counter(worker.how for worker in workers)
+    kinds = (events.WorkerStart.KEPT, events.WorkerStart.WARM, events.WorkerStart.COLD)
+    return Starts(*(how[one] for one in kinds))
+
+
+def _all_started(known: LiveRound) -> events.WorkersStarted:
+    found = _counted(worker for said in known.started.values() for worker in said)
+    new = [
+        events.NewWorker(p.rank_first + worker.local_rank, p.node_id, worker.how, worker.why)
+        for p in known.round.participants
+        for worker in known.started[p.node_id]
+        if worker.why and worker.how != events.WorkerStart.KEPT
+    ]
+    number = known.round.number
+    return events.WorkersStarted(number, found.kept, found.warm, found.cold, tuple(new[:LISTED]))

@@ -74,9 +74,9 @@ class JobOperations:
         return with_workers(
             self._without_workers(state),
             now_ms,
-            diagnosis.progress.shown(state, now_ms),
-            diagnosis.stragglers.shown(state, now_ms),
-            diagnosis.starts.shown(state),
+            diagnosis.rounds.progress(state),
+            diagnosis.rounds.stragglers(state),
+            diagnosis.rounds.starts(state),
             diagnosis.snapshots.shown(state),
         )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv import bounds, errors
@@ -343,8 +342,13 @@ class Reports:
                     diagnosis.hangs.take_report(state, node_id, said)
             case Progress() | WorkersStarted() | SnapshotsHeld() | Arrivals():
                 state = self._state_for(stream, said)
-                if state is not None and self._is_shown(state, node_id, said):
-                    self._driver.watchers.job_progressed(said.rdzv_id)
+                if state is None:
+                    return
+                if isinstance(said, SnapshotsHeld):
+                    diagnosis.snapshots.note(state, node_id, said, self._driver.clock.now_ms())
+                elif not diagnosis.rounds.note(state, node_id, said):
+                    return
+                self._driver.watchers.job_progressed(said.rdzv_id)
 
     def _state_for(
         self, stream: Stream, said: Progress | WorkersStarted | SnapshotsHeld | Arrivals | Hung
@@ -362,29 +366,6 @@ class Reports:
             return None
         seat = state.seats.get(stream.node_id)
         return state if seat is not None and seat.incarnation == stream.incarnation else None
-
-    def _is_shown(
-        self,
-        state: State,
-        node_id: str,
-        said: Progress | WorkersStarted | SnapshotsHeld | Arrivals,
-    ) -> bool:
-        now_ms, diagnosis = self._driver.clock.now_ms(), self._driver.diagnosis
-        match said:
-            case Progress():
-                diagnosis.progress.note(state, node_id, said, now_ms)
-                diagnosis.milestones.note(state, node_id, said, now_ms)
-                shown = partial(diagnosis.progress.shown, state, now_ms)
-                diagnosis.stragglers.note(state, shown, now_ms)
-            case WorkersStarted():
-                return diagnosis.starts.note(state, node_id, said)
-            case SnapshotsHeld():
-                diagnosis.snapshots.note(state, node_id, said, now_ms)
-            case Arrivals():
-                changed = diagnosis.stragglers.note_arrivals(state, node_id, said, now_ms)
-                diagnosis.milestones.note_collectives(state, node_id, said, now_ms)
-                return changed
-        return True
 
     async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
         """Record which submitted jobs may still have processes on a node.

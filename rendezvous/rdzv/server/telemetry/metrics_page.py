@@ -192,8 +192,8 @@ class MetricsPage(Collector):
             if (tally := metrics.tallies.get(rdzv_id)) is not None:
                 phases = ledgers.phases(rdzv_id, now_ms, state)
                 page.add_counted(rdzv_id, job_state(state), tally, phases, now_ms)
-                progress = told.progress.shown(state, now_ms)
-                page.add_live(state, now_ms, progress, told.stragglers.shown(state, now_ms))
+                progress = told.rounds.progress(state)
+                page.add_live(state, now_ms, progress, told.rounds.stragglers(state))
                 page.add_snapshots(state, told.snapshots.shown(state), progress, now_ms)
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
