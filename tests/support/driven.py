@@ -8,22 +8,25 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from rdzv.core.commands import Join, Resume
+from rdzv.core.commands import Command, Join, Resume
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.core.model import Assignment, Membership, NodeState, Offer, Settings, State
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.errors import RendezvousConnectionError, RendezvousError
-from rdzv.messages import Announcement, Belief, Hello
+from rdzv.messages import Announcement, Belief, Hello, Report
 from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.driver import Driver
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.view.answers import JobSummary
+from rdzv.view.answers import JobStatus, JobSummary
 from tests.support.settings import rdzvd_settings
+
+A = TypeVar("A", bound=Announcement)
 
 
 @dataclass
@@ -148,9 +151,22 @@ class Server:
         await settle()
         return stream
 
+    async def hear(self, stream: Stream, command: Command, rdzv_id: str = "job-7") -> None:
+        await self.driver.commands.hear(stream, rdzv_id, command)
+
+    def report(self, stream: Stream, said: Report) -> None:
+        self.driver.reports.take(stream, said)
+
     async def join(self, stream: Stream, nodes: tuple[int, int] = (2, 2)) -> None:
-        await self.driver.commands.hear(stream, "job-7", join(stream, nodes))
+        await self.hear(stream, join(stream, nodes))
         await settle()
+
+    async def live(self, for_ms: int, *streams: Stream) -> None:
+        """Let time pass in which these nodes send their heartbeats."""
+        for _ in range(for_ms // 1_000):
+            for stream in streams:
+                self.driver.connections.heard(stream)
+            await self.clock.advance(1_000)
 
     async def pair(self) -> tuple[Stream, Stream]:
         """Two nodes in a round together that have read all their messages."""
@@ -160,8 +176,11 @@ class Server:
         assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
         return n1, n2
 
+    async def status(self, rdzv_id: str = "job-7") -> JobStatus:
+        return await self.driver.operations.status(rdzv_id)
+
     async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
-        return {n.node_id: n.state for n in (await self.driver.operations.status(rdzv_id)).nodes}
+        return {n.node_id: n.state for n in (await self.status(rdzv_id)).nodes}
 
     async def listed(self) -> list[JobSummary]:
         return [job async for job in self.driver.operations.each()]
@@ -212,6 +231,13 @@ def running(stream: Stream, line: Assignment) -> Belief:
 def read(stream: Stream) -> list[Announcement]:
     """Take everything out of a stream's outbox."""
     return stream.outbox.take_now()
+
+
+def last(stream: Stream, kind: type[A]) -> A:
+    """Take everything out of a stream's outbox, and return the last message, of this kind."""
+    told = read(stream)[-1]
+    assert isinstance(told, kind)
+    return told
 
 
 async def end_of(stream: Stream) -> RendezvousError | None:

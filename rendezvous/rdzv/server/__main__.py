@@ -117,11 +117,7 @@ def _key(parameter: str) -> str:
 @_flag("--c10d-python", metavar="PATH")
 @_flag("--log-level")
 @_flag("--log-format")
-@click.option(
-    "--check-config",
-    is_flag=True,
-    help="Check the configuration, and exit.",
-)
+@click.option("--check-config", is_flag=True, help="Check the configuration, and exit.")
 @click.option(
     "--print-config",
     is_flag=True,

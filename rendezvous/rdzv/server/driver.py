@@ -81,11 +81,7 @@ class Driver:
         self.scrape_targets = ScrapeTargets(config.limits.nodes)
         # What operators and other callers ask.
         self.tokens = TokenStore(
-            self.store,
-            clock,
-            tasks,
-            self.streams.close_opened_with,
-            auth=config.authenticates,
+            self.store, clock, tasks, self.streams.close_opened_with, auth=config.authenticates
         )
         self.operations, self.nodes = JobOperations(self), NodeOperations(self)
 

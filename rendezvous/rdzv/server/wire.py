@@ -15,15 +15,7 @@ from google.protobuf.message import Message
 
 from rdzv import bounds
 from rdzv.bounds import LABEL_CHARS, LOCAL_WORLD_SIZE, refusal
-from rdzv.core.commands import (
-    Command,
-    Fail,
-    Join,
-    Leave,
-    ReportStoreHost,
-    Resume,
-    Succeed,
-)
+from rdzv.core.commands import Command, Fail, Join, Leave, ReportStoreHost, Resume, Succeed
 from rdzv.core.model import Assignment, KeptWorker, RecoveryReport, Snapshot
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import (

@@ -27,7 +27,7 @@ from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import as_dict, replace
 from tests.support.builders import report
-from tests.support.driven import FakeClock, Server, join, read, server, settle
+from tests.support.driven import FakeClock, Server, join, last, server, settle
 
 HOUR_MS = PRUNE_EVERY_MS
 NOW_MS = 100 * DAY_MS
@@ -97,10 +97,9 @@ async def stored(store: MemoryStore, rdzv_id: str, ended_at_ms: int | None) -> N
 async def begun(s: Server, rdzv_id: str) -> tuple[str, int, model.Assignment]:
     """Let one node run a round of a job; return its identity and its assignment."""
     stream = await s.connect(f"node-of-{rdzv_id}")
-    await s.driver.commands.hear(stream, rdzv_id, join(stream, (1, 1)))
+    await s.hear(stream, join(stream, (1, 1)), rdzv_id)
     await settle()
-    line = read(stream)[-1]
-    assert isinstance(line, model.Assignment)
+    line = last(stream, model.Assignment)
     return stream.node_id, stream.incarnation, line
 
 
@@ -150,15 +149,15 @@ async def test_what_joins_by_a_forgotten_name_is_a_new_job(
     async with server(store) as s:
         for run_number in (1, 2):
             await finished(s)
-            assert (await s.driver.operations.status("job-7")).run_number == run_number
+            assert (await s.status()).run_number == run_number
         await s.driver.forgetting.forget("job-7")
         with pytest.raises(UnknownJobError):
-            await s.driver.operations.status("job-7")
+            await s.status()
         assert (await store.list(), await store.history("job-7", 10)) == ((), ())
         assert not s.driver.jobs.in_memory
         assert not s.driver.jobs.ended
         assert (await finished(s)).round == 0
-        assert (await s.driver.operations.status("job-7")).run_number == 1
+        assert (await s.status()).run_number == 1
     assert lines == ["INFO forgot job job-7: an operator requested it"]
 
 
@@ -188,10 +187,10 @@ async def test_a_job_that_has_not_ended_is_not_forgotten(store: DeletingStore) -
         ):
             await s.driver.forgetting.forget("job-7")
         stream = await s.connect("n8")
-        await s.driver.commands.hear(stream, "job-8", join(stream, (2, 2)))
+        await s.hear(stream, join(stream, (2, 2)), "job-8")
         with pytest.raises(InvalidRequestError, match="job job-8 is joining"):
             await s.driver.forgetting.forget("job-8")
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
         leave = Leave(node_id, incarnation, line.run, model.LeaveCause.SIGNAL, "bye")
         await s.driver.engine.submit("job-7", leave)
         with pytest.raises(InvalidRequestError, match="job job-7 is stopping"):
@@ -216,7 +215,7 @@ async def test_a_store_that_refuses_keeps_the_job(store: DeletingStore) -> None:
         with pytest.raises(StoreRefusedError, match="full"):
             await s.driver.forgetting.forget("job-7")
         assert s.driver.trouble
-        assert (await s.driver.operations.status("job-7")).state == "succeeded"
+        assert (await s.status()).state == "succeeded"
         store.before = None
         await s.driver.forgetting.forget("job-7")
         assert not s.driver.trouble
@@ -409,8 +408,8 @@ async def test_a_job_that_has_begun_another_run_meanwhile_stays(
         store.gate.set()
         await settle()
         assert store.deleted == ["job-6", "job-9"]
-        assert (await s.driver.operations.status("job-7")).state == "running"
-        assert (await s.driver.operations.status("job-8")).run_number == 2
+        assert (await s.status()).state == "running"
+        assert (await s.status("job-8")).run_number == 2
 
 
 async def test_while_the_store_is_away_it_waits_for_the_next_hour(
@@ -463,24 +462,21 @@ async def test_a_clock_that_was_stepped_back_lets_ages_go_on(clock: FakeClock) -
     async with server(store, clock) as s:
         stream = await s.connect("n1")
         settings = model.Settings(1, 1, max_restarts=1, restart_window_ms=30_000)
-        await s.driver.commands.hear(stream, "job-7", join(stream, (1, 1), settings=settings))
-        line = read(stream)[-1]
-        assert isinstance(line, model.Assignment)
+        await s.hear(stream, join(stream, (1, 1), settings=settings))
+        line = last(stream, model.Assignment)
         failed = report(message="boom", pid=99)
         speaker = (stream.node_id, stream.incarnation)
-        await s.driver.commands.hear(
-            stream, "job-7", Fail(*speaker, line.run, line.round, (failed,))
-        )
+        await s.hear(stream, Fail(*speaker, line.run, line.round, (failed,)))
         again = join(stream, (1, 1), settings=settings, run=line.run, left_round=line.round)
-        await s.driver.commands.hear(stream, "job-7", again)
+        await s.hear(stream, again)
     clock.at_ms -= HOUR_MS
     async with server(store, clock) as s:
         # Memory and store agree: a step makes the times count as of now.
         await clock.advance(0)
-        view = await s.driver.operations.status("job-7")
+        view = await s.status()
         assert (view.run_age_ms, view.restarts) == (0, 1)
         clock.at_ms += 40_000
-        view = await s.driver.operations.status("job-7")
+        view = await s.status()
         assert (view.run_age_ms, view.restarts) == (40_000, 0)
 
 

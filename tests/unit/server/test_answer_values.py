@@ -66,7 +66,7 @@ async def test_whether_a_job_is_there_costs_no_view_of_it(monkeypatch: pytest.Mo
 
         monkeypatch.setattr("rdzv.server.operations.job_operations.view", views)
         with pytest.raises(AssertionError, match="all nodes"):
-            await s.driver.operations.status("job-7")
+            await s.status()
         assert (await s.driver.operations.state("job-7")).membership.run
         assert await s.driver.operations.history("job-7", 10)
         with pytest.raises(UnknownJobError):

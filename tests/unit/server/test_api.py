@@ -193,7 +193,7 @@ async def test_a_job_is_answered_as_rdzvctl_shows_it() -> None:
     async with asked() as s:
         n1, _ = await s.pair()
         said = Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
-        s.driver.reports.take(n1, said)
+        s.report(n1, said)
         job = await s.get("/jobs/job-7")
         assert (job["version"], job["state"], job["round"], job["world_size"]) == (
             1,
@@ -287,7 +287,7 @@ async def test_stacks_are_taken_for_no_page_of_another_site() -> None:
                 await asyncio.sleep(0.01)
             (request,) = requests
             stacks = (WorkerStack(rank, 0, 4711, "S", ()), WorkerStack(rank + 1, 1, 4712, "S", ()))
-            s.driver.reports.take(stream, Stacks(request.request, stacks, last=True))
+            s.report(stream, Stacks(request.request, stacks, last=True))
         report = await taking
         assert [stack["rank"] for stack in report["stacks"]] == [0, 1, 2, 3]
         assert (report["round"], report["reason"]) == (0, "an operator asked for them")
@@ -302,7 +302,7 @@ async def test_what_has_happened_on_a_node_is_told_of_all_jobs() -> None:
         _, n2 = await s.pair()
         failed = report(message="no")
         fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
-        await s.driver.commands.hear(n2, "job-7", fail)
+        await s.hear(n2, fail)
         found = await s.get("/nodes/n2/events")
         names = [event["name"] for event in found["events"]]
         assert "WorkerFailed" in names
@@ -503,7 +503,7 @@ async def answer_of(
     """Wait until a node is asked for logs, and answer once."""
     request = await ask_of(stream)
     piece = LogPiece(request.request, 0, rank % 2, rank, data=text, **more)
-    s.driver.reports.take(stream, piece)
+    s.report(stream, piece)
     return request
 
 
@@ -592,9 +592,7 @@ async def test_the_fleet_is_pushed_whole_and_then_what_changes() -> None:
             assert ageless(jobs) == ageless(await s.get("/jobs"))
             assert [n["node_id"] for n in nodes["nodes"]] == ["n1", "n2"]
             failed = report(message="no")
-            await s.driver.commands.hear(
-                n2, "job-7", Fail("n2", n2.incarnation, "run-1", 0, (failed,))
-            )
+            await s.hear(n2, Fail("n2", n2.incarnation, "run-1", 0, (failed,)))
             (row,) = (await events.until("jobs"))["jobs"]
             assert (row["rdzv_id"], row["state"]) == ("job-7", "stopping")
             told = await events.until("nodes")
@@ -610,7 +608,7 @@ async def test_a_job_that_is_forgotten_and_a_node_that_is_lost_are_gone() -> Non
         await s.join(n1, (1, 1))
         async with s.stream() as events:
             await events.first()
-            await s.driver.commands.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
+            await s.hear(n1, Succeed("n1", n1.incarnation, "run-1", 0))
             (row,) = (await events.until("jobs"))["jobs"]
             assert row["state"] == "succeeded"
             s.driver.connections.detach(n1)
@@ -643,14 +641,10 @@ async def test_one_job_is_pushed_with_its_history() -> None:
             (job,), (history,) = found["job"], found["events"]
             assert (job["rdzv_id"], job["state"]) == ("job-7", "running")
             assert history["events"][-1]["name"] == "RoundCompleted"
-            s.driver.reports.take(
-                n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
-            )
+            s.report(n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),)))
             assert (await events.until("job"))["progress"][0]["step"] == 41
             failed = report(message="no")
-            await s.driver.commands.hear(
-                n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failed,))
-            )
+            await s.hear(n1, Fail("n1", n1.incarnation, "run-1", 0, (failed,)))
             assert (await events.until("job"))["state"] == "stopping"
             names = [e["name"] for e in (await events.until("events"))["events"]]
             assert "RoundEnded" in names
@@ -662,8 +656,8 @@ async def test_what_happens_elsewhere_is_not_pushed_to_who_follows_one_job() -> 
         async with s.stream("?job=job-7") as events:
             await events.first()
             n9 = await s.connect("n9")
-            await s.driver.commands.hear(n9, "job-8", join(n9, (1, 1)))
-            await s.driver.commands.hear(n9, "job-7", join(n9))
+            await s.hear(n9, join(n9, (1, 1)), "job-8")
+            await s.hear(n9, join(n9))
             # The first event is of job-7, and has n9 as a spare.
             name, job = await events.next()
             assert name == "job"
@@ -686,7 +680,7 @@ async def test_a_large_fleet_comes_in_parts() -> None:
     async with asked() as s:
         n1 = await s.connect("n1")
         for number in range(feeds_module.ROWS + 1):
-            await s.driver.commands.hear(n1, f"job-{number:04d}", join(n1, (2, 2)))
+            await s.hear(n1, join(n1, (2, 2)), f"job-{number:04d}")
         async with s.stream() as events:
             parts = (await events.first())["jobs"]
         assert [len(part["jobs"]) for part in parts] == [feeds_module.ROWS, 1]
@@ -747,7 +741,7 @@ async def test_what_happens_beside_any_step_is_pushed_too() -> None:
         async with s.stream("?job=job-7") as events:
             await events.first()
             hung = HungWorker(0, 0, 4711, 60_000, "no step")
-            s.driver.reports.take(n1, Hung("job-7", "run-1", 0, (hung,)))
+            s.report(n1, Hung("job-7", "run-1", 0, (hung,)))
             told = await events.until("events")
             assert told["events"][-1]["name"] == "WorkersHang"
 
@@ -809,9 +803,7 @@ async def test_a_store_that_is_away_ends_no_stream() -> None:
             store.away = RendezvousConnectionError("no answer")
             await s.connect("n3")
             assert [n["node_id"] for n in (await fleet.until("nodes"))["nodes"]] == ["n3"]
-            s.driver.reports.take(
-                n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),))
-            )
+            s.report(n1, Progress("job-7", "run-1", 0, (RankProgress(0, 41, 100, 2.5),)))
             assert (await job.until("job"))["progress"][0]["step"] == 41
 
 
@@ -824,7 +816,7 @@ async def test_a_job_that_could_not_be_read_is_pushed_when_the_store_is_back() -
             await fleet.first()
             for stream in (n1, n2):
                 succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-                await s.driver.commands.hear(stream, "job-7", succeed)
+                await s.hear(stream, succeed)
             # An ended job is not in memory: it has to be read for this.
             store.away = RendezvousConnectionError("no answer")
             while not s.driver.trouble:

@@ -66,6 +66,7 @@ from tests.support.driven import (
     Server,
     end_of,
     join,
+    last,
     read,
     running,
     server,
@@ -135,13 +136,11 @@ async def test_who_came_first_is_told_a_longer_lease_when_many_have_come() -> No
 async def test_a_refused_join_leaves_no_job_behind() -> None:
     async with server() as s:
         n1 = await s.connect("n1")
-        await s.driver.commands.hear(n1, "job-7", join(n1, left_round=3, run="feed"))
-        await s.driver.commands.hear(
-            n1, "job-8", Leave("n1", 1, "x", model.LeaveCause.SIGNAL, "bye")
-        )
+        await s.hear(n1, join(n1, left_round=3, run="feed"))
+        await s.hear(n1, Leave("n1", 1, "x", model.LeaveCause.SIGNAL, "bye"), "job-8")
         assert "job-8" not in s.driver.jobs.in_memory
         with pytest.raises(errors.UnknownJobError, match=r"no job job-8 .*`rdzvctl list`"):
-            await s.driver.operations.status("job-8")
+            await s.status("job-8")
         assert s.driver.jobs.in_memory.keys() == {"job-7"}
 
 
@@ -150,14 +149,13 @@ async def test_a_job_that_has_ended_is_forgotten_but_not_lost() -> None:
         n1, n2 = await s.pair()
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
         for stream in (n1, n2):
-            closed = read(stream)[-1]
-            assert isinstance(closed, Closed)
+            closed = last(stream, Closed)
             assert closed.ended.result is model.Result.SUCCEEDED
         assert not s.driver.jobs.in_memory
         assert not s.driver.node_jobs.node_ids
-        assert (await s.driver.operations.status("job-7")).state == "succeeded"
+        assert (await s.status()).state == "succeeded"
         assert [view.rdzv_id for view in await s.listed()] == ["job-7"]
 
 
@@ -182,10 +180,7 @@ async def test_what_is_said_while_a_commit_is_under_way_shares_the_next_one() ->
     async with server(store) as s:
         streams = [await s.connect(f"n{number:02}") for number in range(40)]
         store.gate = asyncio.Event()
-        said = [
-            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, (40, 40))))
-            for stream in streams
-        ]
+        said = [asyncio.ensure_future(s.hear(stream, join(stream, (40, 40)))) for stream in streams]
         await settle()
         before = store.writes
         store.gate.set()
@@ -201,7 +196,7 @@ async def test_a_refusal_among_what_shares_a_commit_concerns_nobody_else() -> No
         n1, n2, n3, n4 = [await s.connect(f"n{number}") for number in range(1, 5)]
         store.gate = asyncio.Event()
         said = [
-            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, bounds)))
+            asyncio.ensure_future(s.hear(stream, join(stream, bounds)))
             for stream, bounds in ((n1, (3, 3)), (n2, (3, 3)), (n3, (2, 2)), (n4, (3, 3)))
         ]
         await settle()
@@ -220,10 +215,7 @@ async def test_all_that_shares_a_commit_in_doubt_is_announced_once_or_done_anew(
         await s.join(n1, (3, 3))
         store.gate = asyncio.Event()
         others = (n2, n3)
-        said = [
-            asyncio.ensure_future(s.driver.commands.hear(stream, "job-7", join(stream, (3, 3))))
-            for stream in others
-        ]
+        said = [asyncio.ensure_future(s.hear(stream, join(stream, (3, 3)))) for stream in others]
         store.next_write = lost
         await settle()
         store.gate.set()
@@ -243,8 +235,7 @@ async def test_refusals_are_told_and_change_nothing() -> None:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         await s.join(n1, (2, 3))
         await s.join(n2, (2, 4))
-        refused = read(n2)[-1]
-        assert isinstance(refused, Refused)
+        refused = last(n2, Refused)
         assert refused.code == errors.SettingsMismatchError.code
         assert n2.open
         assert list(await s.states()) == ["n1"]
@@ -274,7 +265,7 @@ async def test_the_jobs_of_a_node_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         await s.join(n1)
         await s.join(n1)  # As can happen at any time.
         read(n1)
-        await s.driver.commands.hear(n1, "job-8", join(n1))
+        await s.hear(n1, join(n1), "job-8")
         (refused,) = read(n1)
         assert isinstance(refused, Refused)
         assert refused.message.startswith("n1 is already in 1 jobs, and the limit is 1; leave one")
@@ -291,8 +282,7 @@ async def test_a_job_that_needs_more_nodes_than_the_server_holds_is_refused() ->
     async with server(limits=Limits(nodes=2)) as s:
         n1 = await s.connect("n1")
         await s.join(n1, (3, 4))
-        refused = read(n1)[-1]
-        assert isinstance(refused, Refused)
+        refused = last(n1, Refused)
         assert refused.message == (
             "--nnodes: min_nodes 3 is above the 2 nodes that this server holds; lower it, or raise "
             "the server's limit `nodes`"
@@ -308,7 +298,7 @@ async def test_a_slow_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPa
     async with server() as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for _ in range(4):
-            await s.driver.commands.hear(n1, "job-7", join(n1, run="x y"))
+            await s.hear(n1, join(n1, run="x y"))
             n1.send(Refused("job-7", "code", "text"))
         assert isinstance(await end_of(n1), errors.LimitExceededError)
         assert n2.open
@@ -325,13 +315,12 @@ async def test_while_the_store_is_away_nothing_is_decided_and_no_stream_ends(
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         await s.join(n1)
         store.away = errors.StoreRefusedError("disk full")
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.hear(n2, join(n2)))
         for _ in range(4):
             await s.clock.advance(1_000)
             s.driver.connections.heard(n1)
             s.driver.connections.heard(n2)
-        waiting = read(n2)[-1]
-        assert isinstance(waiting, Waiting)
+        waiting = last(n2, Waiting)
         assert "disk full" in waiting.reason
         assert n1.open
         assert n2.open
@@ -358,15 +347,13 @@ async def test_after_a_doubtful_commit_that_has_happened_no_row_of_history_is_th
         store.next_write = "lost after"
         failed = report(rank=2, message="boom", pid=99)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
+        said = asyncio.ensure_future(s.hear(n2, fail))
         await s.clock.advance(500)
         store.away = None
         await s.clock.advance(2_500)
         await said
         # All that was kept for another commit is written with this one.
-        await s.driver.commands.hear(
-            n1, "job-7", Leave("n1", n1.incarnation, "run-1", model.LeaveCause.SIGNAL, "x")
-        )
+        await s.hear(n1, Leave("n1", n1.incarnation, "run-1", model.LeaveCause.SIGNAL, "x"))
         await settle()
     rows = [(row.name, row.data) for row in await store.history("job-7", 100)]
     assert {"NodeStuck", "WorkerFailed", "RoundEnded"} <= {name for name, _ in rows}
@@ -385,8 +372,8 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         store.away, store.reads = errors.StoreRefusedError("disk full"), True
         failed = report(rank=2, message="boom", pid=99)
         fail = Fail("n2", n2.incarnation, "run-1", 0, (failed,))
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", fail))
-        joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
+        said = asyncio.ensure_future(s.hear(n2, fail))
+        joins = asyncio.ensure_future(s.hear(n9, join(n9, (1, 1)), "job-9"))
         for _ in range(12):
             await s.clock.advance(1_000)
             for stream in (n1, n2, n9):
@@ -395,7 +382,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
             "the store has been away for 12 s (disk full); workers run on, nothing new is decided; "
         )
         trouble = ReasonItem(f"{away}not stored yet: workers of n2 have failed")
-        shown = [await s.driver.operations.status("job-7"), *await s.listed()]
+        shown = [await s.status(), *await s.listed()]
         assert [view.reason.items for view in shown] == [(trouble,), (trouble,)]
         assert shown[0].reason.headline == "2 nodes and 4 workers run round 0"
         # Watchers are informed unasked.
@@ -405,7 +392,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         with pytest.raises(
             errors.RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
         ):
-            await s.driver.operations.status("job-9")
+            await s.status("job-9")
         # The node that failed is informed, once.
         (told,) = read(n2)
         assert isinstance(told, Waiting)
@@ -415,8 +402,8 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         await s.clock.advance(2_000)
         await asyncio.gather(said, joins)
         assert s.driver.trouble == ""
-        assert "the store" not in str((await s.driver.operations.status("job-7")).reason)
-        assert (await s.driver.operations.status("job-9")).state == "running"
+        assert "the store" not in str((await s.status()).reason)
+        assert (await s.status("job-9")).state == "running"
         await views.aclose()
 
 
@@ -427,13 +414,11 @@ async def test_what_waits_for_the_store_is_forgotten_with_the_node_that_said_it(
         await s.pair()
         n9 = await s.connect("n9")
         store.away, store.reads = errors.StoreRefusedError("disk full"), True
-        joins = asyncio.ensure_future(s.driver.commands.hear(n9, "job-9", join(n9, (1, 1))))
+        joins = asyncio.ensure_future(s.hear(n9, join(n9, (1, 1)), "job-9"))
         await s.clock.advance(1_500)
         assert "n9 joins (job-9)" in s.driver.trouble
         joins.cancel()
-        for _ in range(5):
-            s.driver.connections.heard(n9)
-            await s.clock.advance(1_000)
+        await s.live(5_000, n9)
         assert "n9" not in s.driver.trouble
         assert not s.driver.store.waiting("job-9")
 
@@ -470,7 +455,7 @@ async def test_a_commit_in_doubt_is_announced_once_it_is_known_to_have_happened(
         await s.join(n1)
         read(n1), read(n2)
         store.next_write = lost
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.hear(n2, join(n2)))
         await s.clock.advance(2_500)
         assert not any(isinstance(m, model.Assignment | Joined) for m in read(n1) + read(n2))
         store.away = None
@@ -508,7 +493,7 @@ async def test_a_commit_in_doubt_gives_way_to_what_another_server_has_stored() -
         before = await store.load("job-7")
         assert before is not None
         store.next_write = "lost before"
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.hear(n2, join(n2)))
         await settle()
         others = replace(before.membership, run="run-of-another")
         await MemoryStore.compare_and_swap(store, "job-7", others, before.revision)
@@ -538,9 +523,7 @@ async def test_a_loss_while_the_store_is_away_is_not_forgotten() -> None:
         n1, n2 = await s.pair()
         store.away = errors.StoreRefusedError("disk full")
         s.driver.connections.detach(n2)
-        for _ in range(16):
-            s.driver.connections.heard(n1)
-            await s.clock.advance(1_000)
+        await s.live(16_000, n1)
         assert read(n1) == []
         store.away = None
         await s.clock.advance(2_000)
@@ -556,7 +539,7 @@ async def test_who_has_become_another_before_its_join_is_stored_is_lost() -> Non
         await s.connect("n1")
         store.gate = asyncio.Event()
         former = s.attach("n2")
-        joining = asyncio.ensure_future(s.driver.commands.hear(former, "job-7", join(former)))
+        joining = asyncio.ensure_future(s.hear(former, join(former)))
         await settle()
         s.driver.connections.detach(former)
         await s.clock.advance(10_000)
@@ -599,7 +582,7 @@ async def test_after_a_conflict_the_job_is_read_anew_and_who_is_not_in_it_says_h
         await s.join(n1)
         read(n1), read(n2)
         store.next_write = "conflict"
-        said = asyncio.ensure_future(s.driver.commands.hear(n2, "job-7", join(n2)))
+        said = asyncio.ensure_future(s.hear(n2, join(n2)))
         await s.clock.advance(1_500)
         await said
         (refused,) = read(n1)
@@ -618,10 +601,7 @@ async def test_a_reload_disturbs_no_running_worker(monkeypatch: pytest.MonkeyPat
         timer = s.driver.jobs.in_memory["job-7"].timer
         assert timer.due_ms == s.driver.jobs.retry_at_ms() > s.clock.now_ms()
         monkeypatch.undo()
-        for _ in range(60):
-            s.driver.connections.heard(n1)
-            s.driver.connections.heard(n2)
-            await s.clock.advance(1_000)
+        await s.live(60_000, n1, n2)
         assert set((await s.states()).values()) == {model.NodeState.SEATED}
         assert read(n1) == read(n2) == []
 
@@ -667,7 +647,7 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
         assert "leaving job bad alone" in caplog.text
         assert [view.rdzv_id for view in await s.listed()] == ["job-7"]
         with pytest.raises(errors.RendezvousStateError, match="job bad"):
-            await s.driver.operations.status("bad")
+            await s.status("bad")
     assert store.jobs["bad"] == (b"?", 1)
 
 
@@ -677,9 +657,7 @@ async def test_a_job_that_can_not_be_read_leaves_the_others_alone(
 async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        for _ in range(7):
-            s.driver.connections.heard(n1)
-            await s.clock.advance(1_000)
+        await s.live(7_000, n1)
         (over,) = read(n1)
         assert isinstance(over, RoundOver)
         assert over.end.cause is model.Cause.NODE_LOST
@@ -706,8 +684,7 @@ async def test_a_node_that_comes_back_without_a_job_has_left_it() -> None:
         n1, n2 = await s.pair()
         s.driver.connections.detach(n2)
         await s.connect("n2")
-        over = read(n1)[-1]
-        assert isinstance(over, RoundOver)
+        over = last(n1, RoundOver)
         assert over.end.reason == "n2: it has returned, and no longer takes part"
         assert (await s.states())["n2"] is model.NodeState.LOST
 
@@ -734,7 +711,7 @@ async def test_a_server_without_memory_forms_no_round_before_nodes_could_come_ba
         await s.clock.advance(RECONNECT_MS - 2_000)
         n1 = await s.connect("n1")
         settings = model.Settings(1, 2, last_call_timeout_ms=1_000)
-        await s.driver.commands.hear(n1, "job-7", join(n1, settings=settings))
+        await s.hear(n1, join(n1, settings=settings))
         await s.clock.advance(1_999)
         assert formed(n1) is not waits
         await s.clock.advance(1)
@@ -792,9 +769,7 @@ async def test_a_new_instance_that_dies_before_it_has_spoken_is_lost_all_the_sam
         n1, n2 = await s.pair()
         s.driver.connections.detach(n1)
         s.driver.connections.detach(s.attach("n1", "two"))
-        for _ in range(16):
-            s.driver.connections.heard(n2)
-            await s.clock.advance(1_000)
+        await s.live(16_000, n2)
         assert isinstance(read(n2)[0], RoundOver)
 
 
@@ -805,7 +780,7 @@ async def test_a_line_is_for_the_instance_that_has_the_seat() -> None:
         n1, former = await s.connect("n1"), await s.connect("n2")
         await s.join(n1)
         store.gate = asyncio.Event()
-        completing = asyncio.ensure_future(s.driver.commands.hear(former, "job-7", join(former)))
+        completing = asyncio.ensure_future(s.hear(former, join(former)))
         await settle()
         s.driver.connections.detach(former)
         later = s.attach("n2", instance="two")
@@ -820,11 +795,11 @@ async def test_a_node_that_has_not_taken_in_its_line_hears_it_again() -> None:
     """It joins again from an older round, and is seated already."""
     async with server() as s:
         n1, n2 = await s.pair()
-        await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
-        await s.driver.commands.hear(n2, "job-7", join(n2, run="run-1", left_round=0))
+        await s.hear(n1, join(n1, run="run-1", left_round=0))
+        await s.hear(n2, join(n2, run="run-1", left_round=0))
         (line,) = [message for message in read(n1) if isinstance(message, model.Assignment)]
         assert line.round == 1
-        await s.driver.commands.hear(n1, "job-7", join(n1, run="run-1", left_round=0))
+        await s.hear(n1, join(n1, run="run-1", left_round=0))
         assert line in read(n1)
 
 
@@ -833,9 +808,7 @@ async def test_a_planned_absence_is_waited_for() -> None:
         n1, n2 = await s.pair()
         s.driver.connections.plan_away(n1, 60_000)
         s.driver.connections.detach(n1)
-        for _ in range(50):
-            s.driver.connections.heard(n2)
-            await s.clock.advance(1_000)
+        await s.live(50_000, n2)
         assert (await s.states())["n1"] is model.NodeState.AWAY
         await s.come_back("n1")
         assert (await s.states())["n1"] is model.NodeState.SEATED
@@ -866,7 +839,7 @@ async def test_a_deadline_that_passed_in_a_pause_is_kept_while_steps_go_on(
         await s.clock.pause(31_000)
         for number in range(10):
             offer = model.Offer("10.0.0.1", 2, machine="m1", store_port=5_000 + number)
-            await s.driver.commands.hear(n1, "job-7", join(n1, (1, 2), offer=offer))
+            await s.hear(n1, join(n1, (1, 2), offer=offer))
             await s.clock.pause(400)
         assert caplog.text.count("was blocked for") == 1
         assert any(isinstance(message, model.Assignment) for message in read(n1))
@@ -893,14 +866,12 @@ async def test_no_deadline_of_a_job_counts_before_input_is_read_after_a_pause() 
     async with server() as s:
         n1, n2 = await s.pair()
         failure = report(message="boom", pid=99)
-        await s.driver.commands.hear(
-            n1, "job-7", Fail("n1", n1.incarnation, "run-1", 0, (failure,))
-        )
+        await s.hear(n1, Fail("n1", n1.incarnation, "run-1", 0, (failure,)))
         await s.clock.pause(120_000)
         for stream in (n1, n2):
-            await s.driver.commands.hear(stream, "job-7", join(stream, run="run-1", left_round=0))
+            await s.hear(stream, join(stream, run="run-1", left_round=0))
         await s.clock.advance(3_000)
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert status.state == "failed"
         assert (status.last_failure.root_cause.message, status.last_failure.others) == ("boom", ())
         names = [row.name for row in await s.driver.operations.history("job-7", 100)]
@@ -935,11 +906,8 @@ async def test_after_a_restart_seats_are_kept_for_the_grace_and_no_longer() -> N
         assert await s.states() == {"n1": model.NodeState.AWAY, "n2": model.NodeState.AWAY}
         back = await s.come_back("n1", incarnation=n1.incarnation)
         assert back.incarnation == n1.incarnation
-        for _ in range(14):
-            s.driver.connections.heard(back)
-            await clock.advance(1_000)
-        over = read(back)[-1]
-        assert isinstance(over, RoundOver)
+        await s.live(14_000, back)
+        over = last(back, RoundOver)
         assert "n2" in over.end.reason
         assert (await s.states())["n2"] is model.NodeState.LOST
 
@@ -1043,17 +1011,15 @@ async def given_up(s: Server, *, silent: bool = False, **more: object) -> None:
     await s.join(n2)
     if not silent:
         s.driver.connections.detach(n1)
-    for _ in range(16):
-        s.driver.connections.heard(n2)
-        await s.clock.advance(1_000)
+    await s.live(16_000, n2)
     stopped = join(n2, run="run-1", left_round=0)
-    await s.driver.commands.hear(n2, "job-7", stopped)
+    await s.hear(n2, stopped)
     await settle()
 
 
 async def why_gone(s: Server) -> str:
     """Return what `status` says about n1."""
-    return (await s.driver.operations.status("job-7")).reason.by_node["n1"]
+    return (await s.status()).reason.by_node["n1"]
 
 
 @pytest.mark.slow
@@ -1107,11 +1073,11 @@ async def test_a_run_that_is_stopped_ends_when_the_successor_of_a_dead_agent_joi
     async with server() as s:
         await given_up(s)
         await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
-        assert (await s.driver.operations.status("job-7")).state == "stopping"
+        assert (await s.status()).state == "stopping"
         n1 = s.attach("n1", "another")
         await s.driver.recovery.greet(n1, [asks_for("job-7", n1)])
         await settle()
-        shown = await s.driver.operations.status("job-7")
+        shown = await s.status()
         assert (shown.state, shown.run_number) == ("joining", 2)
 
 
@@ -1121,7 +1087,7 @@ async def test_a_run_that_has_ended_hears_of_a_node_that_was_given_up() -> None:
         await given_up(s)
         await s.driver.operations.obey("job-7", Stop("run-1", "an operator"))
         await s.clock.advance(90_000)
-        assert (await s.driver.operations.status("job-7")).state == "stopped"
+        assert (await s.status()).state == "stopped"
         assert MAY_RUN in await why_gone(s)
         await s.connect("n1", instance="another")
         assert MAY_RUN not in await why_gone(s)
@@ -1211,7 +1177,7 @@ async def test_a_refusal_that_can_not_be_explained_ends_no_stream() -> None:
     store = UnreadableStore()
     async with server(store) as s:
         _, n2 = await s.pair()
-        await s.driver.commands.hear(n2, "job-9", join(n2))
+        await s.hear(n2, join(n2), "job-9")
         store.unreadable = "job-8"
         ended = Belief("job-8", "run-9", 0, has_workers=False)
         await s.driver.commands.refuse(n2, ended, errors.RendezvousClosedError("its run has ended"))
@@ -1242,12 +1208,12 @@ async def test_a_stream_keeps_nothing_of_jobs_that_are_over() -> None:
         for number in range(20):
             rdzv_id = f"job-{number}"
             for stream in (n1, n2):
-                await s.driver.commands.hear(stream, rdzv_id, join(stream))
+                await s.hear(stream, join(stream), rdzv_id)
             await settle()
             run = (await s.driver.jobs.look(rdzv_id)).membership.run
             for stream in (n1, n2):
                 done = Succeed(stream.node_id, stream.incarnation, run, 0)
-                await s.driver.commands.hear(stream, rdzv_id, done)
+                await s.hear(stream, done, rdzv_id)
             await settle()
             assert (await s.driver.jobs.look(rdzv_id)).membership.ended is not None
             read(n1)
@@ -1396,7 +1362,7 @@ async def test_who_comes_back_in_the_commit_that_adopts_its_run_waits_in_it() ->
     async with server(store) as s:
         n1, n2, n3 = (s.attach(node_id) for node_id in ("n1", "n2", "n3"))
         store.gate = asyncio.Event()
-        fresh = asyncio.ensure_future(s.driver.commands.hear(n3, "job-7", join(n3)))
+        fresh = asyncio.ensure_future(s.hear(n3, join(n3)))
         adopting = asyncio.ensure_future(s.driver.recovery.greet(n2, [runs_elsewhere(n2)]))
         await settle()
         back = asyncio.ensure_future(s.driver.recovery.greet(n1, [waits(n1, "former")]))
@@ -1419,14 +1385,13 @@ async def test_who_is_refused_before_its_run_is_adopted_says_hello_again(looks: 
             *(
                 s.driver.recovery.greet(stream, [belief])
                 if looks
-                else s.driver.commands.hear(stream, "job-7", belief.commands[0])
+                else s.hear(stream, belief.commands[0])
                 for stream, belief in said
             ),
             s.driver.recovery.greet(n2, [runs_elsewhere(n2)]),
         )
         await settle()
-        refused = read(n1)[-1]
-        assert isinstance(refused, Refused)
+        refused = last(n1, Refused)
         assert refused.code == "UnknownNodeError", "no final refusal"
         s.driver.connections.detach(n1)
         n1 = s.attach("n1")

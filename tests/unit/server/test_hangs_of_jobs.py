@@ -36,7 +36,7 @@ def worker(rank: int, silent_ms: int = 60_000) -> HungWorker:
 
 def hang(s: Server, stream: Stream, *ranks: int, run: str = "run-1", number: int = 0) -> None:
     workers = tuple(worker(rank, 60_000 + rank) for rank in ranks)
-    s.driver.reports.take(stream, Hung("job-7", run, number, workers))
+    s.report(stream, Hung("job-7", run, number, workers))
 
 
 async def membership(s: Server) -> Membership:
@@ -172,8 +172,7 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
 def recorded(rank: int, line: int, sequence: int, *, done: bool) -> WorkerStack:
     last = CollectiveRecord(sequence, "all_reduce", "[4] Float", done=done, age_ms=60_000)
     return replace(
-        stack(rank, line=line),
-        collectives=(GroupRecord("0", "default_pg", sequence, (last,)),),
+        stack(rank, line=line), collectives=(GroupRecord("0", "default_pg", sequence, (last,)),)
     )
 
 
@@ -207,7 +206,7 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
 
 def timed_out(s: Server, stream: Stream, *ranks: int) -> None:
     workers = tuple(replace(worker(rank, 3_000), timed_out=True) for rank in ranks)
-    s.driver.reports.take(stream, Hung("job-7", "run-1", 0, workers))
+    s.report(stream, Hung("job-7", "run-1", 0, workers))
 
 
 def left(rank: int, sequence: int) -> WorkerStack:
@@ -453,13 +452,13 @@ async def test_a_server_that_stops_leaves_it_to_the_next() -> None:
 async def test_it_spends_a_restart_and_without_one_the_run_fails_by_it() -> None:
     async with server() as s:
         n1 = await s.connect("n1")
-        await s.driver.commands.hear(n1, "job-7", join(n1, settings=Settings(1, 1, max_restarts=0)))
+        await s.hear(n1, join(n1, settings=Settings(1, 1, max_restarts=0)))
         read(n1)
         hang(s, n1, 0, 1)
         await settle()
         await say(s, n1, stack(0), stack(1, line=7))
         again = join(n1, settings=Settings(1, 1, max_restarts=0), run="run-1", left_round=0)
-        await s.driver.commands.hear(n1, "job-7", again)
+        await s.hear(n1, again)
         ended = (await membership(s)).ended
         assert ended is not None and ended.result is Result.FAILED
         assert ended.failures[0].message.startswith("hung: ")

@@ -104,8 +104,7 @@ def values(text: bytes) -> dict[str, float]:
 
 @asynccontextmanager
 async def scraped(
-    store: FlakyStore | None = None,
-    config: RdzvdSettings = CONFIG,
+    store: FlakyStore | None = None, config: RdzvdSettings = CONFIG
 ) -> AsyncIterator[Scraped]:
     """Run a driver with metrics."""
     clock = FakeClock()
@@ -121,11 +120,7 @@ async def scraped(
     )
     uids = (f"run-{number}" for number in itertools.count(1))
     async with Driver.running(
-        store or FlakyStore(),
-        clock,
-        config,
-        new_uid=lambda: next(uids),
-        metrics=metrics,
+        store or FlakyStore(), clock, config, new_uid=lambda: next(uids), metrics=metrics
     ) as driver:
         held.append(driver)
         yield Scraped(driver, clock, page)
@@ -149,11 +144,11 @@ async def history(s: Scraped) -> None:
     await s.let_pass(30_000)
 
     n9 = await s.connect("n9")
-    await s.driver.commands.hear(n9, "waits", join(n9, (2, 4)))
-    await s.driver.commands.hear(n9, "done", join(n9, (1, 1)))
-    run = (await s.driver.operations.status("done")).run
+    await s.hear(n9, join(n9, (2, 4)), "waits")
+    await s.hear(n9, join(n9, (1, 1)), "done")
+    run = (await s.status("done")).run
     await s.let_pass(2_000)
-    await s.driver.commands.hear(n9, "done", Succeed("n9", n9.incarnation, run, 0))
+    await s.hear(n9, Succeed("n9", n9.incarnation, run, 0), "done")
 
     # n2 falls silent. Once n1 has stopped, n3 takes the seat.
     await s.let_pass(6_000, "n2")
@@ -199,7 +194,7 @@ async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
         await s.say(n1, join(n1, (1, 2), settings=settings, run="run-1", left_round=3))
         await s.let_pass(2_000, "n2")
         told = await s.values()
-        await s.driver.commands.hear(n1, "free", join(n1, (1, 1)))
+        await s.hear(n1, join(n1, (1, 1)), "free")
         free = await s.values()
     found = {name: told[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in BUDGETS}
     assert found == dict(zip(BUDGETS, (1, 5, 0, 2, 2, 7), strict=True))
@@ -508,7 +503,7 @@ async def test_a_store_that_is_away_is_told_and_counted() -> None:
     async with scraped(store) as s:
         n1 = await s.connect("n1")
         store.away = RendezvousConnectionError("no answer")
-        said = asyncio.ensure_future(s.driver.commands.hear(n1, "job-7", join(n1, (1, 1))))
+        said = asyncio.ensure_future(s.hear(n1, join(n1, (1, 1))))
         await s.clock.advance(2_500)
         found = await s.values()
         assert found["rdzv_store_away_seconds"] == 2.5

@@ -58,12 +58,12 @@ async def take_up(
     await s.driver.reports.note_holdings(stream, (messages.Holding(placed.rdzv_id, placed.run, 1),))
     offer = model.Offer(f"10.0.0.{stream.node_id[1:]}", 1, machine=stream.node_id, store_port=4711)
     join = Join(stream.node_id, stream.incarnation, placed.run, model.Settings(*nodes), offer)
-    await s.driver.commands.hear(stream, placed.rdzv_id, join)
+    await s.hear(stream, join, placed.rdzv_id)
     await settle()
 
 
 async def reason(s: Server, rdzv_id: str) -> str:
-    return str((await s.driver.operations.status(rdzv_id)).reason)
+    return str((await s.status(rdzv_id)).reason)
 
 
 @pytest.mark.quick
@@ -79,7 +79,7 @@ async def test_a_submitted_job_is_placed_joined_and_run() -> None:
             assert placed == messages.Placed("job-7", "sub-1", SPEC)
             await take_up(s, stream, placed)
         assert all(isinstance(read(stream)[-1], model.Assignment) for stream in (n1, n2))
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
 
 
 async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
@@ -92,7 +92,7 @@ async def test_a_job_waits_for_its_nodes_and_says_so() -> None:
         )
         assert placements(n1) == []
         await daemons(s, "n2")
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 @pytest.mark.quick
@@ -100,7 +100,7 @@ async def test_what_is_submitted_again_is_submitted_once() -> None:
     async with server() as s:
         await s.driver.operations.submit_job("job-7", submission())
         await s.driver.operations.submit_job("job-7", submission())
-        assert (await s.driver.operations.status("job-7")).run_number == 1
+        assert (await s.status()).run_number == 1
         with pytest.raises(
             errors.JobExistsError, match=r"a job job-7 already exists, submitted by ada"
         ):
@@ -133,7 +133,7 @@ async def test_the_next_job_gets_the_nodes_once_nothing_is_left_on_them() -> Non
             await take_up(s, stream, placements(stream)[0])
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "sub-1", 0)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
         assert all(isinstance(read(stream)[-1], messages.Closed) for stream in (n1, n2))
         await s.clock.advance(QUIET_MS)
         # The job has ended; its processes may not be gone yet.
@@ -151,10 +151,10 @@ async def test_a_node_that_declines_is_replaced() -> None:
         n1, _, n3 = await daemons(s, "n1", "n2", "n3")
         await s.driver.operations.submit_job("job-7", submission())
         why = "the folder /data is not on this node"
-        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", why))
+        await s.hear(n1, Decline("n1", "sub-1", why))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], messages.Placed)
-        shown = (await s.driver.operations.status("job-7")).submission
+        shown = (await s.status()).submission
         assert shown is not None
         assert shown.placed == ("n2", "n3")
         assert [(d.node_id, d.reason) for d in shown.declined] == [("n1", why)]
@@ -165,9 +165,9 @@ async def test_a_job_that_no_node_could_run_has_failed() -> None:
         (n1,) = await daemons(s, "n1")
         await live(s, 40_000, n1)
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
-        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "no such folder"))
+        await s.hear(n1, Decline("n1", "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.operations.status("job-7")
+        shown = await s.status()
         assert (shown.state, shown.reason.headline) == (
             "failed",
             "no node could run it: n1: no such folder",
@@ -180,9 +180,9 @@ async def test_nodes_that_could_not_run_it_for_one_reason_are_told_together() ->
         await live(s, 40_000, *nodes)
         await s.driver.operations.submit_job("job-7", submission(nodes=(2, 2)))
         for name, node in zip(("n1", "n2"), nodes, strict=True):
-            await s.driver.commands.hear(node, "job-7", Decline(name, "sub-1", "no such folder"))
+            await s.hear(node, Decline(name, "sub-1", "no such folder"))
         await s.clock.advance(QUIET_MS)
-        shown = await s.driver.operations.status("job-7")
+        shown = await s.status()
         assert shown.reason.headline == "no node could run it: n1, n2: no such folder"
 
 
@@ -192,7 +192,7 @@ async def test_a_node_that_is_lost_before_it_joined_is_replaced() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         s.driver.connections.detach(n2)
         await live(s, model.DAEMON_RETURN_MS + 1_000, n1, n3)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         assert isinstance(placements(n3)[0], messages.Placed)
 
 
@@ -274,7 +274,7 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
         await take_up(s, n1, placed, (1, 2))
         await s.clock.advance(11_000)
         await s.driver.operations.obey("job-7", Stop("sub-1", "stopped by ada"))
-        assert (await s.driver.operations.status("job-7")).state == "stopping"
+        assert (await s.status()).state == "stopping"
     async with server(store, clock) as s:
         n1 = s.attach("n1", incarnation=n1.incarnation, resources=HAS)
         resume = Resume("n1", n1.incarnation, "sub-1", 0)
@@ -282,13 +282,11 @@ async def test_a_stopping_job_lets_go_of_who_never_comes_back() -> None:
         await s.driver.recovery.greet(n1, [belief])
         await s.driver.operations.submit_job("job-8", submission("sub-2", (3, 3)))
         await live(s, 35_000, n1)
-        shown = await s.driver.operations.status("job-7")
+        shown = await s.status()
         assert (shown.state, shown.submission and shown.submission.placed) == ("stopping", ("n1",))
-        assert (await s.driver.operations.status("job-8")).reason.headline.startswith(
-            "needs 3 nodes"
-        )
+        assert (await s.status("job-8")).reason.headline.startswith("needs 3 nodes")
         await live(s, 60_000, n1)
-        assert (await s.driver.operations.status("job-7")).state == "stopped"
+        assert (await s.status()).state == "stopped"
 
 
 async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
@@ -379,7 +377,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         await s.clock.advance(QUIET_MS)
         (placed,) = placements(n3)
         await take_up(s, n3, placed)
-        view = await s.driver.operations.status("job-7")
+        view = await s.status()
         assert str(view.reason) == (
             "2 nodes and 2 workers run round 0; n1 (drained): by ada: new kernel; it leaves in "
             "1 min 0 s"
@@ -391,11 +389,11 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
             leave = Leave(
                 "n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "drained", left_round
             )
-            await s.driver.commands.hear(n1, "job-7", leave)
+            await s.hear(n1, leave)
         await s.driver.reports.note_holdings(n1, ())
         offer = model.Offer("10.0.0.2", 1, machine="n2", store_port=4712)
         again = Join("n2", n2.incarnation, "sub-1", model.Settings(2, 2), offer, left_round=0)
-        await s.driver.commands.hear(n2, "job-7", again)
+        await s.hear(n2, again)
         line = next(told for told in read(n3) if isinstance(told, model.Assignment))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
         assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
@@ -490,7 +488,7 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
     async with server() as s:
         n1, _, n3 = await running_pair(s)
-        s.driver.reports.take(n1, messages.Draining(30_000, "preempted", 0, own=True))
+        s.report(n1, messages.Draining(30_000, "preempted", 0, own=True))
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], messages.Placed)
         assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
@@ -516,7 +514,7 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
     async with server() as s:
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
-            s.driver.reports.take(node, messages.Draining(left_ms, "preempted", 0, own=True))
+            s.report(node, messages.Draining(left_ms, "preempted", 0, own=True))
             await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
         shown = s.driver.nodes.summaries(["n1", "n2"])
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
@@ -684,7 +682,7 @@ async def test_who_loses_its_placement_as_it_leaves_is_told_so() -> None:
             leave = Leave(
                 "n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "SIGTERM", left_round
             )
-            await s.driver.commands.hear(n1, "job-7", leave)
+            await s.hear(n1, leave)
         assert placements(n1) == [messages.Withdrawn("job-7", "sub-1", "SIGTERM")]
 
 
@@ -722,7 +720,7 @@ async def test_who_has_said_that_it_leaves_lets_go_of_nothing_more() -> None:
         for stream in (n1, n2):
             await take_up(s, stream, placements(stream)[0])
         leave = Leave("n1", n1.incarnation, "sub-1", model.LeaveCause.SIGNAL, "SIGTERM", 0)
-        await s.driver.commands.hear(n1, "job-7", leave)
+        await s.hear(n1, leave)
         read(n1)
         await s.driver.reports.note_holdings(n1, ())
         assert placements(n1) == []
@@ -798,7 +796,7 @@ FULL = (FailingCheck("disk /data", "has 1 % free"),)
 async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> None:
     async with server() as s:
         n1, _ = await daemons(s, "n1", "n2")
-        s.driver.reports.take(n1, messages.Health(FULL))
+        s.report(n1, messages.Health(FULL))
         await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
             "needs 2 nodes, 1 is free (n2); if all other jobs had ended it would still lack "
@@ -807,9 +805,9 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         await s.clock.advance(500)
         shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
-        s.driver.reports.take(n1, messages.Health())
+        s.report(n1, messages.Health())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() -> None:
@@ -823,7 +821,7 @@ async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() 
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1",)  # type: ignore[union-attr]
 
 
 async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() -> None:
@@ -831,16 +829,16 @@ async def test_a_node_that_declines_for_now_is_chosen_again_when_it_is_well() ->
         n1, n2 = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert isinstance(placements(n1)[0], messages.Placed)
-        s.driver.reports.take(n1, messages.Health(FULL))
-        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
+        s.report(n1, messages.Health(FULL))
+        await s.hear(n1, Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        status = (await s.driver.operations.status("job-7")).submission
+        status = (await s.status()).submission
         assert status is not None
         assert (status.placed, status.declined) == (("n2",), ())
-        await s.driver.commands.hear(n2, "job-7", Decline("n2", "sub-1", "no such folder"))
-        s.driver.reports.take(n1, messages.Health())
+        await s.hear(n2, Decline("n2", "sub-1", "no such folder"))
+        s.report(n1, messages.Health())
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1",)  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1",)  # type: ignore[union-attr]
         assert isinstance(placements(n1)[-1], messages.Placed)
 
 
@@ -849,9 +847,9 @@ async def test_who_has_a_seat_declines_nothing_for_now() -> None:
         n1, _ = await daemons(s, "n1", "n2")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         await take_up(s, n1, placements(n1)[0], (1, 1))
-        await s.driver.commands.hear(n1, "job-7", Decline("n1", "sub-1", "unhealthy", passing=True))
+        await s.hear(n1, Decline("n1", "sub-1", "unhealthy", passing=True))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
 
 
 async def test_an_operator_has_a_node_look_again() -> None:
@@ -865,9 +863,9 @@ async def test_a_job_keeps_no_other_node_back_for_one_that_is_not_well() -> None
     """It is unknown how long this lasts: three idle nodes should not wait for a repair."""
     async with server() as s:
         n1, n2, _ = await daemons(s, "n1", "n2", "n3")
-        s.driver.reports.take(n1, messages.Health(FULL))
+        s.report(n1, messages.Health(FULL))
         await live(s, 40_000, n1, n2)
         await s.driver.operations.submit_job("large", submission(nodes=(3, 3)))
         await s.driver.operations.submit_job("small", submission("sub-2", nodes=(1, 1)))
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("small")).submission.placed  # type: ignore[union-attr]
+        assert (await s.status("small")).submission.placed  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import as_json
 from rdzv.view.answers import JobStatus
-from tests.support.driven import FakeClock, Server, read, running, server, settle
+from tests.support.driven import FakeClock, Server, last, running, server, settle
 
 pytestmark = pytest.mark.slow
 
@@ -91,10 +91,10 @@ def steps(s: Server) -> dict[int, int]:
 async def test_the_last_word_of_each_worker_is_shown_with_its_age() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n2, said(7, rank=2))
-        s.driver.reports.take(n1, said(5, 6))
+        s.report(n2, said(7, rank=2))
+        s.report(n1, said(5, 6))
         await s.clock.advance(1_000)
-        s.driver.reports.take(n1, said(8, 9))
+        s.report(n1, said(8, 9))
         assert s.progress("job-7") == (
             RankProgress(0, 8, 100, 2.0),
             RankProgress(1, 9, 100, 2.0),
@@ -109,18 +109,18 @@ async def test_what_is_told_again_is_as_old_as_it_was() -> None:
     line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         n1, _ = await s.pair()
-        s.driver.reports.take(n1, said(6))
+        s.report(n1, said(6))
         await clock.advance(2_000)
         assert s.progress("job-7") == (RankProgress(0, 6, 2_100, 2.0),)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         again = replace(said(6), ranks=(RankProgress(0, 6, 4_321, 2.0),))
-        s.driver.reports.take(n1, again)
+        s.report(n1, again)
         assert s.progress("job-7") == (RankProgress(0, 6, 4_321, 2.0),)
         await clock.advance(679)
         assert s.progress("job-7") == (RankProgress(0, 6, 5_000, 2.0),)
         # If it is repeated, it is neither added up nor counted from the start.
-        s.driver.reports.take(n1, replace(again, ranks=(RankProgress(0, 6, 5_010, 2.0),)))
+        s.report(n1, replace(again, ranks=(RankProgress(0, 6, 5_010, 2.0),)))
         assert s.progress("job-7") == (RankProgress(0, 6, 5_010, 2.0),)
 
 
@@ -128,7 +128,7 @@ async def test_a_worker_of_another_node_is_refused() -> None:
     async with server() as s:
         n1, _ = await s.pair()
         with pytest.raises(InvalidRequestError, match=r"RANK 2: n1 has RANK 0..1 in round 0"):
-            s.driver.reports.take(n1, said(5, 6, 7))
+            s.report(n1, said(5, 6, 7))
         assert steps(s) == {}
 
 
@@ -136,7 +136,7 @@ async def test_a_worker_of_another_node_is_refused() -> None:
 async def test_what_is_of_another_round_is_passed_over(wrong: dict[str, object]) -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.reports.take(n1, said(5, **wrong))  # type: ignore[arg-type]
+        s.report(n1, said(5, **wrong))  # type: ignore[arg-type]
         assert steps(s) == {}
 
 
@@ -145,37 +145,36 @@ async def test_who_has_no_seat_has_no_say() -> None:
         await s.pair()
         spare = await s.connect("n3")
         await s.join(spare)
-        s.driver.reports.take(spare, said(5))
+        s.report(spare, said(5))
         assert steps(s) == {}
 
 
 async def test_a_round_that_ends_takes_its_progress_along() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, said(5))
+        s.report(n1, said(5))
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
-        await s.driver.commands.hear(n2, "job-7", leaving)
+        await s.hear(n2, leaving)
         assert steps(s) == {}
         assert s.driver.diagnosis.rounds.find(s.state("job-7")) is None
-        s.driver.reports.take(n1, said(6))
+        s.report(n1, said(6))
         assert steps(s) == {}
 
 
 async def test_a_new_round_begins_with_nothing_and_goes_on_with_its_own() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, said(500))
+        s.report(n1, said(500))
         for stream in (n1, n2):
             away = Leave(stream.node_id, stream.incarnation, "run-1", LeaveCause.SIGNAL, "x", 0)
-            await s.driver.commands.hear(stream, "job-7", away)
+            await s.hear(stream, away)
         for stream in (n1, n2):
             await s.join(stream)
-        line = read(n1)[-1]
-        assert isinstance(line, Assignment)
+        line = last(n1, Assignment)
         assert (line.run, line.round) != ("run-1", 0)
-        s.driver.reports.take(n1, said(501))
+        s.report(n1, said(501))
         assert steps(s) == {}
-        s.driver.reports.take(n1, said(1, run=line.run, round_=line.round))
+        s.report(n1, said(1, run=line.run, round_=line.round))
         assert steps(s) == {0: 1}
 
 
@@ -184,13 +183,13 @@ async def test_a_server_that_starts_anew_knows_nothing_and_stores_nothing() -> N
     async with server(store, clock) as s:
         n1, _ = await s.pair()
         stored = await store.load("job-7")
-        s.driver.reports.take(n1, said(5))
+        s.report(n1, said(5))
         assert await store.load("job-7") == stored
         line = Assignment("job-7", "run-1", 0, 0, 2, 0, 4, 0, 4, "h", 1, False, 0, 0)
     async with server(store, clock) as s:
         assert steps(s) == {}
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        s.driver.reports.take(n1, said(6))
+        s.report(n1, said(6))
         assert steps(s) == {0: 6}
 
 
@@ -235,7 +234,7 @@ async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
         await settle()
         assert len(seen) == 1
         for step in range(100):
-            s.driver.reports.take(n1, said(step))
+            s.report(n1, said(step))
             await s.clock.advance(50)
         assert 4 <= len(seen) - 1 <= 5
         await s.clock.advance(10_000)
@@ -249,7 +248,7 @@ async def test_watchers_are_woken_by_progress_once_a_second_at_most() -> None:
 async def test_nobody_is_woken_where_nobody_watches() -> None:
     async with server() as s:
         n1, _ = await s.pair()
-        s.driver.reports.take(n1, said(1))
+        s.report(n1, said(1))
         assert s.driver.watchers.progress_due_ms is None
 
 

@@ -68,10 +68,10 @@ def offer(stream: Stream) -> Offer:
 
 
 async def join(s: Server, stream: Stream, left_round: int | None = None) -> None:
-    run = (await s.driver.operations.status("job-7")).run
+    run = (await s.status()).run
     asked = Join(stream.node_id, stream.incarnation, run, SETTINGS, offer(stream), left_round)
     # While the store is away, its message waits.
-    s.driver.tasks.start(s.driver.commands.hear(stream, "job-7", asked))
+    s.driver.tasks.start(s.hear(stream, asked))
     await settle()
 
 
@@ -79,7 +79,7 @@ async def training(s: Server, streams: Sequence[Stream], run: str = "sub-1") -> 
     """Submit a job, and let the nodes that get it run its first round."""
     await s.driver.operations.submit_job("job-7", replace(submission(run), settings=SETTINGS))
     await s.clock.advance(QUIET_MS)
-    placed = (await s.driver.operations.status("job-7")).submission
+    placed = (await s.status()).submission
     assert placed is not None
     for stream in streams:
         if stream.node_id in placed.placed:
@@ -98,12 +98,12 @@ async def fails(
     signal: int | None = 7,
 ) -> None:
     """A worker of one node fails; all stop and come back, that node first."""
-    status = await s.driver.operations.status("job-7")
+    status = await s.status()
     number = status.round
     assert status.state == "running" and number is not None
     failed = report(rank=1, exit_code=None if signal else 1, message=message, pid=99, signal=signal)
     fail = Fail(at_fault.node_id, at_fault.incarnation, status.run, number, (failed,))
-    await s.driver.commands.hear(at_fault, "job-7", fail)
+    await s.hear(at_fault, fail)
     for stream in (at_fault, *others):
         await join(s, stream, number)
     await s.clock.advance(QUIET_MS)
@@ -141,7 +141,7 @@ async def test_who_fails_three_times_is_let_go_of_and_another_takes_the_seat(
         assert Withdrawn("job-7", "sub-1", f"quarantined: {why}") in told
         assert any(isinstance(message, Placed) for message in read(n3))
         await join(s, n3)
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert (status.state, [n.node_id for n in status.nodes][:2]) == ("running", ["n1", "n3"])
         # The third failure was charged like every other.
         assert status.restarts == 3
@@ -155,16 +155,14 @@ async def test_the_last_to_stop_is_let_go_of_in_the_same_step() -> None:
     async with server(failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
-        await s.driver.commands.hear(
-            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
-        )
+        await s.hear(n2, Fail("n2", n2.incarnation, status.run, 0, (failed,)))
         await join(s, n1, 0)
         read(n2)
         await join(s, n2, 0)
         assert not lines(n2)
-        assert (await s.driver.operations.status("job-7")).state == "joining"
+        assert (await s.status()).state == "joining"
         await s.clock.advance(QUIET_MS)
         assert any(isinstance(message, Placed) for message in read(n3))
 
@@ -174,7 +172,7 @@ async def test_a_job_that_waits_says_that_its_node_is_quarantined() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        reason = str((await s.driver.operations.status("job-7")).reason)
+        reason = str((await s.status()).reason)
         assert "; n2 (quarantined): at fault once, last in job-7: " in reason
 
 
@@ -185,7 +183,7 @@ async def test_a_job_that_loses_its_minimum_gives_back_the_rest_at_once() -> Non
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert (status.state, status.submission.placed) == ("queued", ())  # type: ignore[union-attr]
         assert any(isinstance(told, Withdrawn) for told in read(n1))
         names = [row.name for row in await s.driver.operations.history("job-7", 100)]
@@ -244,7 +242,7 @@ async def test_an_operator_lifts_it() -> None:
         assert not summary.quarantine
         read(n2)
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
         await join(s, n1)
         await join(s, n2)
         assert lines(n2)
@@ -258,13 +256,13 @@ async def test_it_ends_with_its_time() -> None:
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
         await live(s, 59_000, n1, n2)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ()  # type: ignore[union-attr]
         changes: list[str | None] = []
         with s.driver.watchers.followed_by(changes.append):
             await live(s, 2_000, n1, n2)
         assert None in changes  # The list of nodes is shown anew.
         assert not await quarantined(s)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
 
 
 @pytest.mark.quick
@@ -281,7 +279,7 @@ async def test_it_outlives_the_server() -> None:
         assert (gone.state, gone.state_age_ms) == ("gone", None)
         n1, n2 = await daemons(s, "n1", "n2")
         await s.clock.advance(QUIET_MS)
-        assert (await s.driver.operations.status("job-7")).submission.placed == ()  # type: ignore[union-attr]
+        assert (await s.status()).submission.placed == ()  # type: ignore[union-attr]
 
 
 async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_stopped() -> None:
@@ -295,31 +293,31 @@ async def test_a_node_that_another_job_trains_on_keeps_its_seat_until_it_has_sto
         other = replace(submission("sub-2"), settings=SETTINGS)
         await s.driver.operations.submit_job("job-8", other)
         await s.clock.advance(QUIET_MS)
-        second = (await s.driver.operations.status("job-8")).submission
+        second = (await s.status("job-8")).submission
         assert second is not None
         shared = next(n for n in (n1, n2, n3) if n.node_id in second.placed)
         mate = next(n for n in (n1, n2, n3) if n.node_id in second.placed and n is not shared)
-        first = (await s.driver.operations.status("job-7")).submission
+        first = (await s.status()).submission
         assert first is not None and shared.node_id in first.placed
         for stream in (shared, mate):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream))
-            await s.driver.commands.hear(stream, "job-8", asked)
+            await s.hear(stream, asked, "job-8")
         await settle()
         peer = next(n for n in (n1, n2, n3) if n.node_id in first.placed and n is not shared)
         for _ in range(2):
             await fails(s, shared, [peer])
         assert await quarantined(s) == [shared.node_id]
-        status = await s.driver.operations.status("job-8")
+        status = await s.status("job-8")
         assert status.state == "running"
         assert {n.node_id for n in status.nodes} == set(second.placed)
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
         fail = Fail(mate.node_id, mate.incarnation, "sub-2", 0, (failed,))
-        await s.driver.commands.hear(mate, "job-8", fail)
+        await s.hear(mate, fail, "job-8")
         for stream in (mate, shared):
             asked = Join(stream.node_id, stream.incarnation, "sub-2", SETTINGS, offer(stream), 0)
-            await s.driver.commands.hear(stream, "job-8", asked)
+            await s.hear(stream, asked, "job-8")
         await s.clock.advance(QUIET_MS)
-        status = await s.driver.operations.status("job-8")
+        status = await s.status("job-8")
         assert shared.node_id not in status.submission.placed  # type: ignore[union-attr]
         assert status.state == "joining"
 
@@ -344,7 +342,7 @@ async def test_a_bug_of_the_user_takes_no_node_out_of_service(
         assert "only job-7 failed there" in caplog.text
         rows = await s.driver.operations.history("job-7", 100)
         assert {row.name for row in rows if "Quarantined" in row.name} == {"NodeNotQuarantined"}
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
 
 
 async def test_a_job_that_crashes_everywhere_has_one_node_quarantined_and_then_is_told_so(
@@ -364,7 +362,7 @@ async def test_a_job_that_crashes_everywhere_has_one_node_quarantined_and_then_i
             "NodeQuarantined",
             "NodeNotQuarantined",
         ]
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
 
 
 async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
@@ -374,17 +372,17 @@ async def test_the_failure_that_ends_the_run_counts_as_well() -> None:
         await s.clock.advance(QUIET_MS)
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream))
-            await s.driver.commands.hear(stream, "job-7", asked)
+            await s.hear(stream, asked)
         await settle()
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
-        await s.driver.commands.hear(n2, "job-7", Fail("n2", n2.incarnation, "sub-1", 0, (failed,)))
+        await s.hear(n2, Fail("n2", n2.incarnation, "sub-1", 0, (failed,)))
         for stream in (n1, n2):
             ask = Join(
                 stream.node_id, stream.incarnation, "sub-1", Settings(2, 2), offer(stream), 0
             )
-            await s.driver.commands.hear(stream, "job-7", ask)
+            await s.hear(stream, ask)
         await settle()
-        assert (await s.driver.operations.status("job-7")).state == "failed"
+        assert (await s.status()).state == "failed"
         assert await quarantined(s) == ["n2"]
 
 
@@ -393,14 +391,14 @@ async def test_processes_that_survive_sigkill_count_as_a_failure() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         stuck = ReportStuck("n2", n2.incarnation, "sub-1", 0, (99,))
-        await s.driver.commands.hear(n2, "job-7", stuck)
+        await s.hear(n2, stuck)
         await s.clock.advance(QUIET_MS)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         # It is removed once its processes are gone.
         assert ("n2", "stopping") in [(n.node_id, n.state) for n in status.nodes]
         await join(s, n2, 0)
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert ("n2", "left") in [(n.node_id, n.state) for n in status.nodes]
 
 
@@ -411,11 +409,11 @@ async def test_nodes_of_rdzvrun_are_not_judged() -> None:
         n2 = await s.connect("n2", kind=AgentKind.FOREGROUND)
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
-            await s.driver.commands.hear(stream, "job-7", asked)
+            await s.hear(stream, asked)
         await settle()
         await fails(s, n2, [n1])
         assert not await quarantined(s)
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
 
 
 async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> None:
@@ -424,11 +422,11 @@ async def test_a_node_that_runs_a_job_of_its_own_is_judged_and_not_stopped() -> 
         n1, n2 = await daemons(s, "n1", "n2")
         for stream in (n1, n2):
             asked = Join(stream.node_id, stream.incarnation, "", SETTINGS, offer(stream))
-            await s.driver.commands.hear(stream, "job-7", asked)
+            await s.hear(stream, asked)
         await settle()
         await fails(s, n2, [n1])
         assert await quarantined(s) == ["n2"]
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
         assert lines(n2)
 
 
@@ -442,13 +440,13 @@ async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how:
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         # The round was settled once the strike was stored; it counts once.
-        assert (await s.driver.operations.status("job-7")).state == "running"
+        assert (await s.status()).state == "running"
         assert not await quarantined(s)
         store.refuse = [how]
         await fails(s, n2, [n1])
         await live(s, 3_000, n1, n2, n3)
         assert await quarantined(s) == ["n2"]
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert status.restarts == 2
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
 
@@ -458,18 +456,16 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
     async with server(store, failures=1) as s:
         n1, n2, n3 = await daemons(s, "n1", "n2", "n3")
         await training(s, (n1, n2))
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         failed = report(rank=1, exit_code=None, pid=99, signal=7)
-        await s.driver.commands.hear(
-            n2, "job-7", Fail("n2", n2.incarnation, status.run, 0, (failed,))
-        )
+        await s.hear(n2, Fail("n2", n2.incarnation, status.run, 0, (failed,)))
         await join(s, n2, 0)
         store.next_write = "lost before"
         await join(s, n1, 0)
         assert await quarantined(s) == ["n2"]
         store.away = None
         await live(s, 3_000, n1, n2, n3)
-        status = await s.driver.operations.status("job-7")
+        status = await s.status()
         assert status.restarts == 1
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]
         rows = await s.driver.operations.history("job-7", 100)

@@ -55,12 +55,7 @@ def test_one_address_has_a_part_of_the_connections(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("files", "expected"),
-    [
-        (resource.RLIM_INFINITY, 32_768),
-        (524_288, 32_768),
-        (4_096, 4_096 - OTHER_FILES),
-        (256, 128),
-    ],
+    [(resource.RLIM_INFINITY, 32_768), (524_288, 32_768), (4_096, 4_096 - OTHER_FILES), (256, 128)],
 )
 def test_connections_leave_files_for_the_store(
     monkeypatch: pytest.MonkeyPatch, files: int, expected: int

@@ -60,7 +60,7 @@ async def pair() -> AsyncIterator[Pair]:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for stream, address, topology in ((n1, "10.0.0.1", "a"), (n2, "10.0.0.2", "b")):
             offer = Offer(address, 2, topology=topology, machine="m1", store_port=4711)
-            await s.driver.commands.hear(stream, "job-7", join(stream, offer=offer))
+            await s.hear(stream, join(stream, offer=offer))
         await settle()
         assert [type(read(stream)[-1]) for stream in (n1, n2)] == [Assignment, Assignment]
         yield Pair(s, n1, n2)

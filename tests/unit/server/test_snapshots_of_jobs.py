@@ -51,10 +51,10 @@ def whole_at(step: int) -> list[SnapshotWatermark]:
 async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, holds(0, mark(40)))
+        s.report(n1, holds(0, mark(40)))
         assert (heard(n1), heard(n2), whole(s)) == ([], [], None)
         await s.clock.advance(3)
-        s.driver.reports.take(n2, holds(1, mark(40)))
+        s.report(n2, holds(1, mark(40)))
         assert heard(n1) == heard(n2) == whole_at(40)
         assert s.snapshots("job-7") == SnapshotsKnown(
             mark(40),
@@ -63,9 +63,9 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
             NodeLoss(None, (SoleHolder("n1", SAME_MACHINE), SoleHolder("n2", SAME_MACHINE)), 2),
         )
         # Once each; and again when the next one is complete.
-        s.driver.reports.take(n2, holds(1, mark(40), mark(50)))
+        s.report(n2, holds(1, mark(40), mark(50)))
         assert (heard(n1), heard(n2)) == ([], [])
-        s.driver.reports.take(n1, holds(0, mark(40), mark(50)))
+        s.report(n1, holds(0, mark(40), mark(50)))
         assert heard(n1) == heard(n2) == whole_at(50)
         assert s.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
 
@@ -87,28 +87,28 @@ async def test_who_has_no_seat_and_other_runs_do_not_count() -> None:
         n1, n2 = await s.pair()
         spare = await s.connect("n3")
         await s.join(spare)
-        s.driver.reports.take(n1, holds(0, mark(40)))
-        s.driver.reports.take(spare, holds(1, mark(40)))
-        s.driver.reports.take(n2, holds(1, mark(40), run="run-9"))
+        s.report(n1, holds(0, mark(40)))
+        s.report(spare, holds(1, mark(40)))
+        s.report(n2, holds(1, mark(40), run="run-9"))
         assert (heard(n1), whole(s)) == ([], None)
 
 
 async def test_a_node_that_missed_it_hears_of_it_when_it_is_back() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, holds(0, mark(40)))
+        s.report(n1, holds(0, mark(40)))
         s.driver.connections.detach(n1)
-        s.driver.reports.take(n2, holds(1, mark(40)))
+        s.report(n2, holds(1, mark(40)))
         assert heard(n2) == whole_at(40)
         line = next(one for one in [*read(n1), A_LINE] if isinstance(one, model.Assignment))
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        s.driver.reports.take(n1, holds(0, mark(40)))
+        s.report(n1, holds(0, mark(40)))
         assert heard(n1) == whole_at(40)
         # Also if it had heard of it on the stream that has ended.
         s.driver.connections.detach(n1)
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         for told in (whole_at(40), []):
-            s.driver.reports.take(n1, holds(0, mark(40)))
+            s.report(n1, holds(0, mark(40)))
             assert heard(n1) == told
 
 
@@ -123,16 +123,16 @@ async def test_ranks_that_hold_different_steps_are_told_that_these_are_given_up(
     async with server() as s:
         n1, n2 = await s.pair()
         for stream, shard in ((n1, 0), (n2, 1)):
-            s.driver.reports.take(stream, saved(shard, 30, 40))
+            s.report(stream, saved(shard, 30, 40))
         assert heard(n1) == heard(n2) == whole_at(40)
-        s.driver.reports.take(n1, saved(0, 40, 50))
+        s.report(n1, saved(0, 40, 50))
         assert (heard(n1), heard(n2)) == ([], [])
-        s.driver.reports.take(n2, saved(1, 40, 60))
+        s.report(n2, saved(1, 40, 60))
         given_up = [SnapshotWatermark("job-7", "run-1", mark(40), given_up=mark(60))]
         assert heard(n1) == heard(n2) == given_up
         for stream, shard in ((n1, 0), (n2, 1)):
-            s.driver.reports.take(stream, saved(shard, 40))
-            s.driver.reports.take(stream, saved(shard, 40, 70))
+            s.report(stream, saved(shard, 40))
+            s.report(stream, saved(shard, 40, 70))
         last = [SnapshotWatermark("job-7", "run-1", mark(70), given_up=mark(60))]
         assert heard(n1) == heard(n2) == last
 
@@ -157,12 +157,12 @@ async def test_a_step_that_is_whole_again_in_the_next_round_is_told_again() -> N
 async def test_it_is_shown_with_what_a_failure_would_cost() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, holds(0, mark(40)))
-        s.driver.reports.take(n2, holds(1, mark(40), mark(50)))
+        s.report(n1, holds(0, mark(40)))
+        s.report(n2, holds(1, mark(40), mark(50)))
         await s.clock.advance(3_000)
         known = s.snapshots("job-7")
         progress = tuple(RankProgress(rank, 50 + rank, 0, None) for rank in range(4))
-        view, now_ms = await s.driver.operations.status("job-7"), s.clock.now_ms()
+        view, now_ms = await s.status(), s.clock.now_ms()
         shown = with_workers(view, now_ms, progress, snapshots=known)
         sole = tuple(answers.SoleHolder(name, SAME_MACHINE) for name in ("n1", "n2"))
         alone = answers.NodeLoss(None, None, sole, 2)
@@ -190,10 +190,10 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
             copy = holds(1 - shard, mark(40)).snapshots
             own = holds(shard, mark(40), mark(50)).snapshots
             said = SnapshotsHeld("job-7", "run-1", (*own, *copy))
-            s.driver.reports.take(stream, said)
+            s.report(stream, said)
         known, now_ms = s.snapshots("job-7"), s.clock.now_ms()
         progress = tuple(RankProgress(rank, 53, 0, None) for rank in range(4))
-        view = await s.driver.operations.status("job-7")
+        view = await s.status()
         shown = with_workers(view, now_ms, progress, snapshots=known)
         assert shown.snapshot is not None and shown.snapshot.node_loss is not None
         loss = shown.snapshot.node_loss
@@ -240,13 +240,13 @@ async def test_a_server_that_takes_over_learns_it_again() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, holds(0, mark(40)))
-        s.driver.reports.take(n2, holds(1, mark(40)))
+        s.report(n1, holds(0, mark(40)))
+        s.report(n2, holds(1, mark(40)))
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, A_LINE), incarnation=n1.incarnation)
         second = replace(A_LINE, group_rank=1, rank_first=2)
         n2 = await s.connect("n2", running(n2, second), incarnation=n2.incarnation)
         assert whole(s) is None
-        s.driver.reports.take(n1, holds(0, mark(30), mark(40)))
-        s.driver.reports.take(n2, holds(1, mark(30), mark(40)))
+        s.report(n1, holds(0, mark(30), mark(40)))
+        s.report(n2, holds(1, mark(30), mark(40)))
         assert heard(n1) == heard(n2) == whole_at(40)

@@ -68,8 +68,8 @@ async def say(s: Server, stream: Stream, *stacks: WorkerStack, error: str = "") 
     """Answer as a node does: one worker at a time, then the final message."""
     request = asked(stream).request
     for one in stacks:
-        s.driver.reports.take(stream, Stacks(request, (one,)))
-    s.driver.reports.take(stream, Stacks(request, last=True, error=error))
+        s.report(stream, Stacks(request, (one,)))
+    s.report(stream, Stacks(request, last=True, error=error))
     await settle()
 
 
@@ -160,11 +160,11 @@ async def test_what_is_not_asked_for_is_dropped() -> None:
         asking = await ask(s)
         number = asked(n1).request
         old, n1 = n1, s.attach("n1")
-        s.driver.reports.take(old, Stacks(number, (stack(0),), last=True))
-        s.driver.reports.take(n1, Stacks(number, (stack(0),), last=True))
-        s.driver.reports.take(n2, Stacks(number + 7, (stack(2),), last=True))
-        s.driver.reports.take(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
-        s.driver.reports.take(n2, Stacks(number, last=True))
+        s.report(old, Stacks(number, (stack(0),), last=True))
+        s.report(n1, Stacks(number, (stack(0),), last=True))
+        s.report(n2, Stacks(number + 7, (stack(2),), last=True))
+        s.report(n2, Stacks(number, (stack(0), stack(2, line=7), stack(2))))
+        s.report(n2, Stacks(number, last=True))
         report = await asking.report()
         assert report.groups == (Group((2,), "in step at train.py:7"),)
         assert [node.node_id for node in report.silent] == ["n1"]
@@ -223,7 +223,7 @@ async def test_what_can_not_be_had_is_refused_with_the_reason() -> None:
                 await (await ask(s, number, run)).report()
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
         with pytest.raises(errors.InvalidRequestError, match="has no workers now"):
             await (await ask(s)).report()
 
@@ -249,7 +249,7 @@ async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> 
         n1 = await s.come_back("n1", incarnation=before.incarnation)
         assert await (await ask(s, 3)).report() == report(3)
         assert await (await ask(s, 5)).report() == report(5, at_ms=99)
-        await s.driver.commands.hear(n1, "job-7", Succeed("n1", n1.incarnation, "run-1", 0))
+        await s.hear(n1, Succeed("n1", n1.incarnation, "run-1", 0))
         assert await (await ask(s)).report() == report(5, at_ms=99)
         with pytest.raises(errors.InvalidRequestError, match="those of round 3, 5 are"):
             await (await ask(s, 4)).report()

@@ -24,7 +24,7 @@ def said(step: int, number: int, rank: int = 0, age_ms: int = 0) -> Progress:
 
 
 async def hear(s: Server, stream: Stream, command: Join | Fail) -> None:
-    await s.driver.commands.hear(stream, "job-7", command)
+    await s.hear(stream, command)
     await settle()
 
 
@@ -45,10 +45,10 @@ async def test_the_steps_that_a_ledger_needs_are_noted_once() -> None:
         for node in (n1, n2):
             await hear(s, node, join(node, settings=SETTINGS))
         await s.clock.advance(3_000)
-        s.driver.reports.take(n2, said(1, 0, rank=2, age_ms=200))
+        s.report(n2, said(1, 0, rank=2, age_ms=200))
         for step in range(2, 41):
             await s.clock.advance(100)
-            s.driver.reports.take(n1, said(step, 0))
+            s.report(n1, said(step, 0))
         await s.clock.advance(500)
         failed = report(message="boom", pid=99, at_ms=s.clock.now_ms() - 150)
         await hear(s, n1, Fail("n1", n1.incarnation, "run-1", 0, (failed,)))
@@ -60,11 +60,11 @@ async def test_the_steps_that_a_ledger_needs_are_noted_once() -> None:
             again = join(node, settings=SETTINGS, run="run-1", left_round=0, moved=Moved(41))
             await hear(s, node, again)
         await s.clock.advance(2_000)
-        s.driver.reports.take(n1, said(31, 1))
+        s.report(n1, said(31, 1))
         await s.clock.advance(1_000)
         # One report a second: the lost step was reached between two of them.
-        s.driver.reports.take(n1, said(51, 1))
-        s.driver.reports.take(n1, said(52, 1))
+        s.report(n1, said(51, 1))
+        s.report(n1, said(52, 1))
         assert (await facts(s))[2:] == [
             ("FirstStepMade", {"round": 1, "node_id": "n1", "rank": 0, "step": 31, "age_ms": 0}),
             ("LostStepsRedone", {"round": 1, "step": 41, "age_ms": 500}),
@@ -84,11 +84,11 @@ async def test_a_server_that_is_restarted_takes_no_later_step_for_the_first() ->
     async with server(store, clock) as s:
         n1, _ = await s.pair()
         await clock.advance(1_000)
-        s.driver.reports.take(n1, said(1, 0))
+        s.report(n1, said(1, 0))
         await clock.advance(9_000)
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
-        s.driver.reports.take(n1, said(90, 0, age_ms=100))
+        s.report(n1, said(90, 0, age_ms=100))
         assert [fields["step"] for _, fields in await facts(s)] == [1, 90]
         phases = (await ledger(s)).phases
         assert (phases["starting"], phases["training"]) == (1_000, 9_000)
@@ -119,11 +119,11 @@ async def test_the_first_collective_of_a_round_is_noted_once(
         for node in (n1, n2):
             await hear(s, node, join(node, settings=SETTINGS))
         await s.clock.advance(2_000)
-        s.driver.reports.take(n1, arrived(1, 0))
+        s.report(n1, arrived(1, 0))
         assert await facts(s) == []
         entered_ms = s.clock.now_ms() - entered_ago_ms
         for number in (0, 0):
-            s.driver.reports.take(n1, arrived(number, entered_ms, error_us))
+            s.report(n1, arrived(number, entered_ms, error_us))
         noted = ("FirstCollectiveMade", {"round": 0, "node_id": "n1", "age_ms": age_ms})
         assert await facts(s) == [noted]
         await s.clock.advance(1_000)

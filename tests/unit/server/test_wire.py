@@ -244,14 +244,8 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_join(failures=[failure(local_rank=4_096)]), "local_rank 4096"),
         (read_held(snapshot(shard=2)), "snapshots.shard 2 is out of bounds; give 0 to 1"),
         (read_held(snapshot(mark(shards=0))), "snapshots.mark.shards 0 is out of bounds"),
-        (
-            read_held(snapshot(mark(shards=2**31))),
-            "snapshots.mark.shards 2147483648 is out",
-        ),
-        (
-            read_held(snapshot(mark(step=2**60))),
-            "snapshots.mark.step 1152921504606846976 is",
-        ),
+        (read_held(snapshot(mark(shards=2**31))), "snapshots.mark.shards 2147483648 is out"),
+        (read_held(snapshot(mark(step=2**60))), "snapshots.mark.step 1152921504606846976 is"),
         (read_held(snapshot(mark(world_size=0))), "snapshots.mark.world_size 0 is out of bounds"),
         (read_held(snapshot(mark(series=""))), "snapshots.mark.series '' is empty"),
         (read_held(snapshot(mark(series="a" * 256))), "has 256 characters; give at most 255"),

@@ -91,7 +91,7 @@ async def answer(s: Server, stream: Stream, request: ReadLog, **piece: Any) -> N
             **{"local_rank": 1, "rank": 9, "offset": offset, **piece},
             positions=(LogPosition("", made.round, 1, False, offset + len(made.data)),),
         )
-    s.driver.reports.take(stream, made)
+    s.report(stream, made)
     await settle()
 
 
@@ -116,13 +116,13 @@ async def end_round(s: Server, *streams: Stream) -> None:
     failed = report(message="boom", pid=5)
     for stream in streams[:1]:
         fail = Fail(stream.node_id, stream.incarnation, "run-1", 0, (failed,))
-        await s.driver.commands.hear(stream, "job-7", fail)
+        await s.hear(stream, fail)
     for stream in streams:
         offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
         again = Join(
             stream.node_id, stream.incarnation, "run-1", Settings(2, 2, 3), offer, left_round=0
         )
-        await s.driver.commands.hear(stream, "job-7", again)
+        await s.hear(stream, again)
     await settle()
 
 
@@ -132,7 +132,7 @@ async def pair(s: Server) -> tuple[Stream, Stream]:
     for stream in streams:
         offer = Offer("10.0.0.1", 2, machine="m1", store_port=4711)
         join = Join(stream.node_id, stream.incarnation, "", Settings(2, 2, 3), offer)
-        await s.driver.commands.hear(stream, "job-7", join)
+        await s.hear(stream, join)
     await settle()
     assert [type(read(stream)[-1]) for stream in streams] == [Assignment, Assignment]
     return streams
@@ -258,7 +258,7 @@ async def test_following_asks_whoever_gets_the_rank_and_ends_with_the_run() -> N
         assert not [x for stream in (n1, n2) for x in read(stream) if isinstance(x, ReadLog)]
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 1)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
         await settle()
         assert not reading.ended
         for stream, request in ((n1, first), (n2, second)):
@@ -347,10 +347,7 @@ async def test_a_stream_that_replaces_another_is_asked_anew() -> None:
 async def test_a_reader_whose_stream_was_cut_goes_on_where_it_was() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
-        positions = (
-            LogPosition("n1", 0, 0, True, 77),
-            LogPosition("n1", 0, 1, False, 88),
-        )
+        positions = (LogPosition("n1", 0, 0, True, 77), LogPosition("n1", 0, 1, False, 88))
         reading = await begin(s, follow=True, run="run-1", tail_bytes=9, positions=positions)
         first = asked(n1)
         assert {replace(at, node_id="n1") for at in first.positions} == set(positions)
@@ -368,13 +365,12 @@ async def test_a_node_that_has_left_and_come_back_is_asked_for_its_new_round() -
         await say(s, n1, asked(n1), b"a")
         await say(s, n2, asked(n2), b"b", last=True)
         leave = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "SIGTERM", left_round=0)
-        await s.driver.commands.hear(n2, "job-7", leave)
+        await s.hear(n2, leave)
         s.driver.connections.detach(n2)
         await end_round(s, n1)
         again = await s.connect("n2", instance="two")
-        await s.driver.commands.hear(
+        await s.hear(
             again,
-            "job-7",
             Join(
                 "n2",
                 again.incarnation,
@@ -399,7 +395,7 @@ async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_jo
     async with server(store, clock) as s:
         for stream in await pair(s):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
     async with server(store, clock) as s:
         reading = await begin(s, follow=True, rank=0)
         n1 = await s.connect("n1")
@@ -418,7 +414,7 @@ async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are
         n1, n2 = await pair(s)
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
-            await s.driver.commands.hear(stream, "job-7", succeed)
+            await s.hear(stream, succeed)
         s.driver.connections.detach(n1)
         for follow in (False, True):
             reading = await begin(s, follow=follow)

@@ -37,11 +37,11 @@ async def told(s: Server) -> list[str]:
 async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n2, said("kept", "warm", why=LATE))
+        s.report(n2, said("kept", "warm", why=LATE))
         assert s.starts("job-7") == {"n2": Starts(1, 1, 0)}
         assert not await told(s)
         for _ in range(2):
-            s.driver.reports.take(n1, said("kept", "cold"))
+            s.report(n1, said("kept", "cold"))
         assert s.starts("job-7") == {"n1": Starts(1, 0, 1), "n2": Starts(1, 1, 0)}
         assert await told(s) == [
             f"workers of round 0: 2 kept, 1 warm, 1 cold: RANK 3 on n2 is warm ({LATE})"
@@ -60,12 +60,12 @@ async def test_a_newcomer_hears_whether_the_zygotes_of_all_nodes_serve_the_scrip
 
         assert await heard() is False
         forks = replace(said("cold", "cold"), forks=True)
-        s.driver.reports.take(n1, forks)
+        s.report(n1, forks)
         assert await heard() is False
-        s.driver.reports.take(n2, said("cold", "cold"))
-        s.driver.reports.take(n2, forks)
+        s.report(n2, said("cold", "cold"))
+        s.report(n2, forks)
         assert await heard() is True
-        s.driver.reports.take(n1, said("cold", "cold"))
+        s.report(n1, said("cold", "cold"))
         assert await heard() is False, "it has lost its zygote"
 
 
@@ -74,7 +74,7 @@ async def test_each_node_that_loads_no_snapshots_is_named_once_in_a_round() -> N
         n1, n2 = await s.pair()
         lost = replace(said("cold", "cold"), not_loaded="step 3 is damaged")
         for stream, report in ((n1, said("cold", "cold")), (n1, lost), (n1, lost), (n2, lost)):
-            s.driver.reports.take(stream, report)
+            s.report(stream, report)
         rows = [event_in(row) for row in await s.driver.history.of("job-7", 100)]
         assert [row.text for row in rows if row.name == "SnapshotsNotLoaded"] == [
             f"{node} has not loaded snapshots in round 0: step 3 is damaged"
@@ -91,17 +91,17 @@ async def test_a_server_that_takes_over_hears_it_again() -> None:
     async with server(store, clock) as s:
         n1 = await s.connect("n1", running(n1, line), incarnation=n1.incarnation)
         assert s.starts("job-7") == {}
-        s.driver.reports.take(n1, said("warm", "warm"))
+        s.report(n1, said("warm", "warm"))
         assert s.starts("job-7") == {"n1": Starts(0, 2, 0)}
 
 
 async def test_a_round_that_ends_takes_them_along() -> None:
     async with server() as s:
         n1, n2 = await s.pair()
-        s.driver.reports.take(n1, said("cold", "cold"))
+        s.report(n1, said("cold", "cold"))
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
-        await s.driver.commands.hear(n2, "job-7", leaving)
-        s.driver.reports.take(n1, said("cold", "cold"))
+        await s.hear(n2, leaving)
+        s.report(n1, said("cold", "cold"))
         assert s.starts("job-7") == {}
 
 
@@ -111,8 +111,8 @@ async def test_another_round_and_a_node_without_a_seat_are_passed_over() -> None
         n1, _ = await s.pair()
         spare = await s.connect("n3")
         await s.join(spare)
-        s.driver.reports.take(spare, said("cold", "cold"))
-        s.driver.reports.take(n1, said("cold", "cold", round_=1))
+        s.report(spare, said("cold", "cold"))
+        s.report(n1, said("cold", "cold", round_=1))
         assert s.starts("job-7") == {}
 
 
@@ -121,7 +121,7 @@ async def test_each_worker_of_the_node_is_named_once(how: tuple[str, ...]) -> No
     async with server() as s:
         n1, _ = await s.pair()
         with pytest.raises(InvalidRequestError, match=r"n1 names \d, and has local_rank 0..1 in"):
-            s.driver.reports.take(n1, said(*how))
+            s.report(n1, said(*how))
         assert s.starts("job-7") == {}
 
 

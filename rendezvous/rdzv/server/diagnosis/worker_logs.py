@@ -446,9 +446,7 @@ def _candidates(state: State, number: int, rank: int | None) -> list[str]:
     ]
 
 
-def by_node(
-    positions: Iterable[LogPosition],
-) -> dict[str, tuple[int, tuple[LogPosition, ...]]]:
+def by_node(positions: Iterable[LogPosition]) -> dict[str, tuple[int, tuple[LogPosition, ...]]]:
     """Group positions by node; if a node has several rounds, only the latest counts."""
     found: dict[str, tuple[int, tuple[LogPosition, ...]]] = {}
     for at in positions:

@@ -6,14 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rdzv.core.events import (
-    Event,
-    NodeDeclined,
-    NodeLost,
-    NodeStuck,
-    RankStraggles,
-    WorkersHang,
-)
+from rdzv.core.events import Event, NodeDeclined, NodeLost, NodeStuck, RankStraggles, WorkersHang
 from rdzv.core.model import Result
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousError

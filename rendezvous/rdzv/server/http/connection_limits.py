@@ -108,12 +108,7 @@ class _Connection(asyncio.Protocol):
 class GuardedSite(web.BaseSite):
     """A listener for an aiohttp application, with connection limits."""
 
-    def __init__(
-        self,
-        runner: web.AppRunner,
-        listen: Listen,
-        tls: ssl.SSLContext | None,
-    ) -> None:
+    def __init__(self, runner: web.AppRunner, listen: Listen, tls: ssl.SSLContext | None) -> None:
         super().__init__(runner, ssl_context=tls)
         assert runner.server is not None
         self._limits = ConnectionLimits(runner.server)

@@ -110,10 +110,7 @@ _STREAM = (
 
 OPERATIONS = (
     Operation(
-        "ListJobs",
-        READ,
-        do.list_jobs,
-        Http("listJobs", "/jobs", "Every job, one line each"),
+        "ListJobs", READ, do.list_jobs, Http("listJobs", "/jobs", "Every job, one line each")
     ),
     Operation(
         "GetStatus",
@@ -223,10 +220,7 @@ OPERATIONS = (
         ),
     ),
     Operation(
-        "ListNodes",
-        READ,
-        do.list_nodes,
-        Http("listNodes", "/nodes", "Every node, across its jobs"),
+        "ListNodes", READ, do.list_nodes, Http("listNodes", "/nodes", "Every node, across its jobs")
     ),
     Operation("", READ, do.get_node, Http("getNode", "/nodes/{node_id}", "One node")),
     Operation(

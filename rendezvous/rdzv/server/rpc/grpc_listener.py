@@ -260,9 +260,7 @@ def _quotes_nobody(record: logging.LogRecord) -> bool:
 
 class _Server(_server.Server):
     def __init__(
-        self,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
-        options: Sequence[tuple[str, Any]],
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
     ) -> None:
         self._loop = cygrpc.get_working_loop()
         self._server = _Core(self._loop, None, (), interceptors, tuple(options), None)

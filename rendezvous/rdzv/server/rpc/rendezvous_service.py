@@ -52,9 +52,7 @@ class RendezvousService(pb_grpc.RendezvousServicer):
 
     # The generated base class expects handlers that yield, but these read and write concurrently.
     async def Attach(  # type: ignore[override]  # noqa: N802
-        self,
-        request_iterator: object,
-        context: Context,
+        self, request_iterator: object, context: Context
     ) -> None:
         try:
             driver = await self._replica.settled_driver()

@@ -175,10 +175,7 @@ def note_change(before: str, after: str) -> None:
     _change.get(Change()).text = text
 
 
-_VERBS = {
-    "Attach": "open a stream",
-    "ServerReflectionInfo": "ask which calls there are",
-}
+_VERBS = {"Attach": "open a stream", "ServerReflectionInfo": "ask which calls there are"}
 """Plain words for calls whose names do not consist of a verb and its object."""
 
 

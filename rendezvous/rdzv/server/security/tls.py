@@ -105,8 +105,7 @@ class Tls:
             self._now = self._load()
         except InvalidRequestError as error:
             log.error(
-                "%s; the TLS files have changed, but new connections keep using the old ones",
-                error,
+                "%s; the TLS files have changed, but new connections keep using the old ones", error
             )
             return
         log.info("reloaded the TLS files: %s", self._now.shown.in_words)

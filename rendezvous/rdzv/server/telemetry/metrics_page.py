@@ -60,11 +60,7 @@ class MetricsPage(Collector):
         """
         self.metrics = metrics
         self._look = look
-        self._about = {
-            "version": version,
-            "python": platform.python_version(),
-            "store": store,
-        }
+        self._about = {"version": version, "python": platform.python_version(), "store": store}
         self._c10d = c10d
         self._expires = expires
         self._parts = PageParts("rdzv_collector_success", "rdzvd")
@@ -229,9 +225,7 @@ def c10d_metrics(views: Iterable[JobStatus]) -> Iterator[Metric]:
         {state: jobs[state] for state in _C10D_LIVE},
     )
     nodes = GaugeMetricFamily(
-        "rdzv_c10d_job_nodes",
-        "Nodes of a job in torch's own store.",
-        labels=("rdzv_id", "state"),
+        "rdzv_c10d_job_nodes", "Nodes of a job in torch's own store.", labels=("rdzv_id", "state")
     )
     for view in live:
         found = Counter(node.state for node in view.nodes)

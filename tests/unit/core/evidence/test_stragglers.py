@@ -64,7 +64,7 @@ def test_who_says_nothing_any_more_does_not_straggle() -> None:
 
 def say(s: Server, stream: Stream, first: int, *rates: float, age_ms: int = 0) -> None:
     ranks = tuple(RankProgress(first + place, 7, age_ms, rate) for place, rate in enumerate(rates))
-    s.driver.reports.take(stream, Progress("job-7", "run-1", 0, ranks))
+    s.report(stream, Progress("job-7", "run-1", 0, ranks))
 
 
 async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
@@ -126,7 +126,7 @@ def arrive(s: Server, stream: Stream, now_s: int, ranks: dict[int, int], round_:
     )
     sequences = tuple(2 * now_s + n for n in range(10))
     group = GroupArrivals("0", 2.0, 1_000, sequences, tuple(entered))
-    s.driver.reports.take(stream, Arrivals("job-7", "run-1", round_, (group,)))
+    s.report(stream, Arrivals("job-7", "run-1", round_, (group,)))
 
 
 async def test_of_a_lock_step_training_it_is_the_one_that_the_others_wait_for(
