@@ -32,7 +32,6 @@ from rdzv.core.model import (
     Membership,
     NodeState,
     Offer,
-    Participant,
     Result,
     Round,
     RoundEnd,
@@ -367,15 +366,13 @@ def _reason(
 
 def _budgets(membership: Membership) -> Budgets:
     settings, spent = membership.settings, membership.spent
-    return Budgets(
+    return convert(
+        Budgets,
+        settings,
         preemptions=spent.preemptions,
-        max_preemptions=settings.max_preemptions,
         store_failures=spent.store_failures,
-        max_store_failures=settings.max_store_failures,
         restarts_in_vain=spent.in_vain,
-        no_progress_restarts=settings.no_progress_restarts,
         furthest_step=spent.furthest_step,
-        restart_window_ms=settings.restart_window_ms,
     )
 
 
@@ -399,38 +396,45 @@ def _state_since_ms(state: State) -> int:
 
 def node_views(state: State, now_ms: int) -> tuple[NodeStatus, ...]:
     """Return a view of each node: participants by GROUP_RANK, then waiting nodes, then departed."""
-    round_ = state.membership.round
-    participants = round_.participants if round_ else ()
-    ended = state.membership.ended
-    views = [
-        _participant_view(state, p, group_rank, now_ms)
-        for group_rank, p in enumerate(participants)
-        if p.node_id in state.seats or ended is not None
-    ]
-    shown = {v.node_id for v in views}
-    others = [n for n in (*state.waiting, *state.stuck) if n not in shown]
-    views += [_waiting_view(state, node_id, now_ms) for node_id in others]
-    shown |= set(others)
-    coming = [n for n in awaited(state) if n not in shown] if ended is None else []
-    views += [_node_view(node_id, NodeState.WAITING, _NO_OFFER, 0) for node_id in coming]
-    shown |= set(coming)
-    views += [_departed_view(d, now_ms) for d in _departed(state) if d.node_id not in shown]
-    return tuple(views)
+    round_, ended = state.membership.round, state.membership.ended
+    views: dict[str, NodeStatus] = {}
 
+    def show(
+        node_id: str,
+        node_state: NodeState,
+        since_ms: int,
+        offer: Offer = _NO_OFFER,
+        group_rank: int | None = None,
+        rank_first: int | None = None,
+    ) -> None:
+        if node_id not in views:
+            views[node_id] = NodeStatus(
+                node_id=node_id,
+                state=node_state,
+                group_rank=group_rank,
+                rank_first=rank_first,
+                local_world_size=offer.local_world_size or None,
+                address=offer.address or None,
+                role=offer.role or None,
+                state_age_ms=max(now_ms - since_ms, 0),
+            )
 
-def _participant_view(
-    state: State, participant: Participant, group_rank: int, now_ms: int
-) -> NodeStatus:
-    node_id = participant.node_id
-    node_state, since_ms = _participant_state(state, node_id)
-    return _node_view(
-        node_id,
-        node_state,
-        participant.offer,
-        now_ms - since_ms,
-        group_rank,
-        participant.rank_first,
-    )
+    for group_rank, p in enumerate(round_.participants if round_ else ()):
+        if p.node_id in state.seats or ended is not None:
+            node_state, since_ms = _participant_state(state, p.node_id)
+            show(p.node_id, node_state, since_ms, p.offer, group_rank, p.rank_first)
+    waits = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
+    for node_id, waiting in state.waiting.items():
+        node_state = NodeState.AWAY if node_id in state.away else waits
+        show(node_id, node_state, waiting.since_ms, waiting.offer)
+    for node_id, stuck in state.stuck.items():
+        show(node_id, NodeState.STOPPING, stuck.since_ms)
+    for node_id in awaited(state) if ended is None else ():
+        show(node_id, NodeState.WAITING, now_ms)
+    for d in _departed(state):
+        offer = Offer(d.address, local_world_size=d.local_world_size, role=d.role)
+        show(d.node_id, d.state, d.at_ms, offer)
+    return tuple(views.values())
 
 
 def _participant_state(state: State, node_id: str) -> tuple[NodeState, int]:
@@ -454,45 +458,6 @@ def _final_state(state: State, node_id: str, ended: Ended) -> tuple[NodeState, i
         if departure.node_id == node_id and departure.at_ms >= _round(state).at_ms:
             return departure.state, departure.at_ms
     return NodeState.LEFT, ended.at_ms
-
-
-def _waiting_view(state: State, node_id: str, now_ms: int) -> NodeStatus:
-    if node_id in state.stuck:
-        age_ms = now_ms - state.stuck[node_id].since_ms
-        return _node_view(node_id, NodeState.STOPPING, _NO_OFFER, age_ms)
-    waiting = state.waiting[node_id]
-    if node_id in state.away:
-        node_state = NodeState.AWAY
-    else:
-        node_state = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
-    return _node_view(node_id, node_state, waiting.offer, now_ms - waiting.since_ms)
-
-
-def _departed_view(departure: Departure, now_ms: int) -> NodeStatus:
-    offer = Offer(
-        departure.address, local_world_size=departure.local_world_size, role=departure.role
-    )
-    return _node_view(departure.node_id, departure.state, offer, now_ms - departure.at_ms)
-
-
-def _node_view(
-    node_id: str,
-    node_state: NodeState,
-    offer: Offer,
-    age_ms: int,
-    group_rank: int | None = None,
-    rank_first: int | None = None,
-) -> NodeStatus:
-    return NodeStatus(
-        node_id=node_id,
-        state=node_state,
-        group_rank=group_rank,
-        rank_first=rank_first,
-        local_world_size=offer.local_world_size or None,
-        address=offer.address or None,
-        role=offer.role or None,
-        state_age_ms=max(age_ms, 0),
-    )
 
 
 def _round(state: State) -> Round:

@@ -50,28 +50,18 @@ class Printer:
         self._out.flush()
 
     def _split(self, source: _Source, text: bytes) -> None:
-        ends = self._line_ends(text)
-        start = 0
-        for end in ends:
-            self._line(source, text[start:end])
-            start = end
-        rest = text[start:]
+        """Print whole lines. Each step of a progress bar ends in CR and counts as a line."""
+        *lines, rest = text.splitlines(keepends=True) or [b""]
+        # It is unknown until the next chunk whether an LF follows a CR.
+        if rest.endswith(b"\n"):
+            lines, rest = [*lines, rest], b""
+        for line in lines:
+            self._line(source, line)
         while len(rest) >= LINE_BYTES:
             self._line(source, rest[:LINE_BYTES])
             rest = rest[LINE_BYTES:]
         if rest:
             self._begun[source] = rest
-
-    def _line_ends(self, text: bytes) -> list[int]:
-        """Return where lines end. Each step of a progress bar ends in CR and counts as a line."""
-        lines = text.splitlines(keepends=True)
-        ends, at = [], 0
-        for line in lines:
-            at += len(line)
-            # It is unknown until the next chunk whether an LF follows a CR.
-            if line.endswith(b"\n") or (line.endswith(b"\r") and at < len(text)):
-                ends.append(at)
-        return ends
 
     def _line(self, source: _Source, line: bytes) -> None:
         if not self._prefixed and not self._escaped:
