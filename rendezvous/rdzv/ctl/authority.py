@@ -11,6 +11,8 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -57,13 +59,13 @@ class Shown:
     not_after: datetime
 
 
+@dataclass(frozen=True)
 class Authority:
     """A CA in its folder, with its signing key."""
 
-    def __init__(self, folder: Path, key: _Key, certificate: x509.Certificate) -> None:
-        self._folder = folder
-        self._key = key
-        self._certificate = certificate
+    folder: Path
+    key: _Key
+    certificate: x509.Certificate
 
     @classmethod
     def make(cls, folder: Path, days: int, *, replace: bool) -> Authority:
@@ -133,13 +135,13 @@ class Authority:
         *,
         replace: bool,
     ) -> Made:
-        files, key = _files(self._folder, name, replace=replace), _new_key()
-        until = self._certificate.not_valid_after_utc
+        files, key = _files(self.folder, name, replace=replace), _new_key()
+        until = self.certificate.not_valid_after_utc
         if datetime.now(UTC) + timedelta(days=days) > until:
             raise InvalidRequestError(
                 f"--days {days} is longer than the CA is valid, until {until:%Y-%m-%d}; give fewer"
             )
-        made = _signed(subject, self._certificate.subject, key, self._key, days, extensions)
+        made = _signed(subject, self.certificate.subject, key, self.key, days, extensions)
         _write(files, key, made, replace=replace)
         return files
 
@@ -182,28 +184,24 @@ def show(files: Sequence[Path]) -> list[Shown]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "it is not a certificate in PEM"
             raise InvalidRequestError(f"{file} cannot be read: {reason}") from error
-        found.append(_shown(file, certificate))
+        names: Iterable[x509.GeneralName] = ()
+        with suppress(x509.ExtensionNotFound):
+            extension = x509.SubjectAlternativeName
+            names = certificate.extensions.get_extension_for_class(extension).value
+        one = Shown(
+            file=file,
+            kind=_kind(certificate),
+            name=next(iter(_texts(certificate, NameOID.COMMON_NAME)), ""),
+            roles=_texts(certificate, NameOID.ORGANIZATION_NAME),
+            hosts=tuple(str(name.value) for name in names),
+            not_after=certificate.not_valid_after_utc,
+        )
+        found.append(one)
     return found
 
 
-def _shown(file: Path, certificate: x509.Certificate) -> Shown:
-    def texts(oid: x509.ObjectIdentifier) -> tuple[str, ...]:
-        return tuple(str(part.value) for part in certificate.subject.get_attributes_for_oid(oid))
-
-    hosts: tuple[str, ...] = ()
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        hosts = tuple(str(name.value) for name in names.value)
-    except x509.ExtensionNotFound:
-        pass
-    return Shown(
-        file,
-        _kind(certificate),
-        next(iter(texts(NameOID.COMMON_NAME)), ""),
-        texts(NameOID.ORGANIZATION_NAME),
-        hosts,
-        certificate.not_valid_after_utc,
-    )
+def _texts(certificate: x509.Certificate, oid: x509.ObjectIdentifier) -> tuple[str, ...]:
+    return tuple(str(part.value) for part in certificate.subject.get_attributes_for_oid(oid))
 
 
 def _kind(certificate: x509.Certificate) -> str:
@@ -264,11 +262,5 @@ def _write(files: Made, key: _Key, certificate: x509.Certificate, *, replace: bo
     plain = serialization.NoEncryption()
     with new_file(files.key, replace=replace) as written:
         written.write(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
-    with new_file(files.cert, replace=replace) as written:
+    with new_file(files.cert, replace=replace, mode=0o644) as written:
         written.write(certificate.public_bytes(pem))
-    try:
-        files.cert.chmod(0o644)
-    except OSError as error:
-        raise InvalidRequestError(
-            f"{files.cert} cannot be made readable for all: {error.strerror}"
-        ) from error

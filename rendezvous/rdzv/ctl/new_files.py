@@ -13,8 +13,8 @@ from rdzv.errors import InvalidRequestError
 
 
 @contextmanager
-def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """Yield a file that only its owner can read, and name it `path` once the body has ended.
+def new_file(path: Path, *, replace: bool, mode: int = 0o600) -> Iterator[BinaryIO]:
+    """Yield a file, and name it `path` once the body has ended.
 
     If the body fails, nothing is left behind, and `path` is unchanged.
 
@@ -31,6 +31,7 @@ def new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
         with os.fdopen(number, "w+b") as file:
             yield file
             file.flush()
+            os.fchmod(number, mode)
             os.fsync(number)
         if replace:
             Path(name).replace(path)
