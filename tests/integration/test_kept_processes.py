@@ -259,13 +259,6 @@ def test_operators_end_parked_workers(c: Cluster, verb: str, code: int) -> None:
     assert not alive(kept[0])
 
 
-def test_a_parked_worker_that_dies_is_replaced(c: Cluster) -> None:
-    _, kept = parked(c)
-    os.kill(kept[0], signal.SIGKILL)
-    start(c, "n3", nproc=1)
-    assert kept[0] not in pids(c.wait_for_round(1, workers=2))
-
-
 def test_the_fence_ends_parked_workers(c: Cluster) -> None:
     node, kept = parked(c, "--fence-after=1")
     c.kill_server()
