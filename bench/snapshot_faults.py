@@ -36,7 +36,8 @@ from rdzv.worker.link import GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
-from rdzv.worker.snapshot_slot import SEAL_BYTES, TENSORS_AT, Slot
+from rdzv.worker.slot_format import SEAL_BYTES, TENSORS_AT
+from rdzv.worker.snapshot_slot import Slot
 from rdzv.worker.snapshots import HeldSlots, Snapshots
 
 SUPPORT = ROOT / "tests" / "support"

@@ -16,11 +16,16 @@ import torch
 from torch.utils.data import DataLoader
 from toy import ToyData, evaluate, loss_function, make_model, make_optimizer
 
-from rdzv.worker import ElasticBatchSampler, Round, State, elastic
-from rdzv.worker.integrations import Notice, report_step
+from rdzv.worker import (
+    ElasticBatchSampler,
+    Round,
+    State,
+    elastic,
+    exit_if_leaving,
+    should_stop,
+)
+from rdzv.worker.integrations import report_step
 from rdzv.worker.integrations.accelerate import round_accelerator
-
-notice = Notice()
 
 
 @elastic
@@ -45,11 +50,11 @@ def train(state: State, round: Round, data: ToyData, args: argparse.Namespace) -
             state.step += 1
             state.commit()
             report_step(state.step)
-            leaves = notice.agreed()
+            leaves = should_stop()
             if leaves or state.step % args.save_every == 0:
                 save(state, args, accelerator.is_main_process)
             if leaves:
-                notice.saved()
+                exit_if_leaving()
             time.sleep(args.step_seconds)
             if state.step == args.steps:
                 break

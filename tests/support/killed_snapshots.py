@@ -30,7 +30,8 @@ import torch
 from rdzv.worker import copy_snapshots
 from rdzv.worker.contents import Image
 from rdzv.worker.link import Announced
-from rdzv.worker.snapshot_slot import Content, Header, Slot, bytes_needed
+from rdzv.worker.slot_format import Header
+from rdzv.worker.snapshot_slot import Content, Slot, bytes_needed
 from rdzv.worker.snapshots import slot_to_write
 
 SIZES = (1 << 14, 1 << 16, 3)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rdzv.worker.link import Announced, Mark
+from rdzv.worker.link import Announced
 from rdzv.worker.resuming import newest_whole
-from rdzv.worker.snapshot_slot import Header
+from rdzv.worker.slot_format import Header, Mark
 from rdzv.worker.snapshots import HeldSlots, slot_to_write
 
 

@@ -21,7 +21,7 @@ from ports import ports_of
 
 from rdzv.agent.job.snapshots import certified
 from rdzv.worker import copy_snapshots as carrier
-from rdzv.worker.snapshot_slot import SEAL_BYTES, digest_of_seal
+from rdzv.worker.slot_format import SEAL_BYTES, digest_of_seal
 
 pytestmark = pytest.mark.slow
 

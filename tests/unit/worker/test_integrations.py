@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.worker.integrations import Notice, newest_checkpoint, report_step
+from rdzv.worker import exit_if_leaving, notice, should_stop
+from rdzv.worker.integrations import newest_checkpoint, report_step
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +22,11 @@ def _no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RDZV_NOTICE_FILE", raising=False)
 
 
-@pytest.fixture
-def notice() -> Iterator[Notice]:
-    made = Notice()
-    yield made
-    made.restore_sigterm()
+@pytest.fixture(autouse=True)
+def _no_notice() -> Iterator[None]:
+    """Let the notice of one test not be that of the next."""
+    yield
+    notice.restore_sigterm()
 
 
 def checkpoint(folder: Path, step: int, state: str | None) -> str:
@@ -69,16 +70,6 @@ def test_without_rdzvrun_a_step_is_reported_to_nobody(monkeypatch: pytest.Monkey
     report_step(1)
 
 
-def test_the_notice_file_is_a_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
-) -> None:
-    assert not notice.given
-    monkeypatch.setenv("RDZV_NOTICE_FILE", str(tmp_path / "notice"))
-    assert not notice.given
-    (tmp_path / "notice").touch()
-    assert notice.given
-
-
 @pytest.mark.slow
 def test_ranks_agree_on_a_notice_every_so_many_calls_of_their_group(tmp_path: Path) -> None:
     script = f"""
@@ -108,32 +99,31 @@ except ValueError as error:
     assert [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks] == [(b"", 0)] * 2
 
 
-def test_sigterm_is_a_notice_until_the_handler_is_given_back(notice: Notice) -> None:
+def test_sigterm_is_a_notice_until_the_handler_is_given_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    notice.wait_for_sigterm()
-    notice.wait_for_sigterm()
+    notice.catch_sigterm()
+    assert not should_stop()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert notice.given
+    assert should_stop()
     notice.restore_sigterm()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow
 def test_a_worker_ends_with_0_if_its_node_leaves_and_as_by_sigterm_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: Notice
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not notice.agreed()
-    notice.saved()  # Another rank got the notice.
-    notice.wait_for_sigterm()
+    monkeypatch.setenv("RDZV_NOTICE_FILE", str(tmp_path / "notice"))
+    assert not should_stop()
+    exit_if_leaving()  # Another rank got the notice.
     os.kill(os.getpid(), signal.SIGTERM)
-    assert notice.agreed()
+    assert should_stop()
     with pytest.raises(SystemExit) as ended:
-        notice.saved()
+        exit_if_leaving()
     assert ended.value.code == 143
     (tmp_path / "notice").touch()
-    monkeypatch.setenv("RDZV_NOTICE_FILE", str(tmp_path / "notice"))
     with pytest.raises(SystemExit) as ended:
-        notice.saved()
+        exit_if_leaving()
     assert ended.value.code == 0
 
 
@@ -143,12 +133,11 @@ def test_a_worker_whose_training_has_failed_ends_by_sigterm_at_once(when: str) -
     send = "os.kill(os.getpid(), signal.SIGTERM)"
     script = f"""
 import atexit, os, signal
-from rdzv.worker.integrations import Notice
+from rdzv.worker import should_stop
 
 if {when!r} == "while Python ends":
     atexit.register(lambda: {send})
-notice = Notice()
-notice.wait_for_sigterm()
+should_stop()
 if {when!r} == "in the training":
     {send}
 raise RuntimeError("Connection closed by peer")

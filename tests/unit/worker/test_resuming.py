@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from rdzv.worker import healing, shards
-from rdzv.worker.link import NO_MARK, Announced, GivenSlots, Mark
+from rdzv.worker.link import Announced, GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
 from rdzv.worker.sealing import Sealing
 from rdzv.worker.shards import Parts, Place
-from rdzv.worker.snapshot_slot import TENSORS_AT
+from rdzv.worker.slot_format import NO_MARK, TENSORS_AT, Mark
 from rdzv.worker.snapshots import Snapshots
 from rdzv.worker.staging import copy_all
 

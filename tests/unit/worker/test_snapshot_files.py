@@ -18,8 +18,8 @@ import torch
 from test_resuming import Runner, bits, resume, sealing_of, step_of, train
 
 from rdzv.worker import snapshot_files, write_snapshots
-from rdzv.worker.snapshot_files import NotWrittenError, StepWriter, whole_steps
-from rdzv.worker.snapshot_slot import Header
+from rdzv.worker.slot_format import Header, SnapshotError
+from rdzv.worker.snapshot_files import StepWriter, whole_steps
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def test_a_slot_may_be_overwritten_once_it_is_copied(
         assert write_snapshots.write(folder, "run-1", 2, of, runner.fds, copied)[1]
         assert bits(new_processes(1)[0][0]) == bits(last)
     else:
-        with pytest.raises(NotWrittenError, match="it was overwritten in the meantime"):
+        with pytest.raises(SnapshotError, match="it was overwritten in the meantime"):
             write_snapshots.write(folder, "run-1", 2, of, runner.fds)
         assert not whole_steps(folder)
         os.close(copied)
@@ -270,7 +270,7 @@ def test_a_slot_is_copied_without_torch(runner: Runner) -> None:
         "from rdzv.worker import write_snapshots\n"
         "for fd in map(int, sys.argv[1:]):\n"
         "    slot, header = write_snapshots._opened(fd)\n"
-        "    copy = slot.copied(header)\n"
+        "    copy = write_snapshots._copy(slot, header)\n"
         "    assert copy.header() == header and copy.size == header.bytes\n"
     )
     command = [sys.executable, "-c", program, *map(str, runner.fds)]
@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_what_is_there(
     monkeypatch.setattr(
         snapshot_files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})
     )
-    with pytest.raises(NotWrittenError, match="0 MB are needed, but only 0 MB are free"):
+    with pytest.raises(SnapshotError, match="0 MB are needed, but only 0 MB are free"):
         write(runner, folder, 3, keep=1)
     monkeypatch.undo()
 

@@ -12,7 +12,8 @@ import torch
 
 from rdzv.worker import CannotBroadcastError
 from rdzv.worker.contents import Image
-from rdzv.worker.snapshot_slot import TENSORS_AT, Content, Header, Slot, SlotError, bytes_needed
+from rdzv.worker.slot_format import TENSORS_AT, Header, SnapshotError
+from rdzv.worker.snapshot_slot import Content, Slot, bytes_needed
 from rdzv.worker.staging import digest, sums_at_once, sums_of_columns
 
 pytestmark = pytest.mark.slow
@@ -173,10 +174,10 @@ def test_what_does_not_fit_is_refused_and_what_was_there_is_gone() -> None:
     what = content()
     needed = bytes_needed(what.tensors(), what.head())
     small = Slot(bytearray(TENSORS_AT + 64))
-    with pytest.raises(SlotError, match="does not fit into 65600"):
+    with pytest.raises(SnapshotError, match="does not fit into 65600"):
         small.begin(what.tensors())
     nearly = Slot(bytearray(needed - 1))
-    with pytest.raises(SlotError, match="does not fit"):
+    with pytest.raises(SnapshotError, match="does not fit"):
         write(nearly, what)
     assert nearly.header() is None
     assert write(Slot(bytearray(needed)), what).bytes == needed

@@ -30,10 +30,15 @@ runs unchanged.
 Any script, without a `State` too, may use `should_stop` and `exit_if_leaving`: all ranks save the
 same step before some of them leave.
 
-The package needs only the standard library and torch, which is imported on first use. It needs no
+The package needs only the standard library and torch. It needs no
 other part of rdzv, so it can be installed on its own for the job's interpreter. It never decides
 whether a worker is kept: the server does, and the runner kills workers that do not park in time.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .notice import exit_if_leaving, should_stop
 from .rounds import (
@@ -48,8 +53,10 @@ from .rounds import (
     WorkerError,
 )
 from .sampler import ElasticBatchSampler
-from .session import elastic
-from .state import State
+
+if TYPE_CHECKING:
+    from .session import elastic
+    from .state import State
 
 __all__ = [
     "CannotBroadcastError",
@@ -67,3 +74,12 @@ __all__ = [
     "exit_if_leaving",
     "should_stop",
 ]
+
+_NEED_TORCH = {"State": "state", "elastic": "session"}
+
+
+def __getattr__(name: str) -> Any:
+    # The programs in this package start without torch.
+    if name in _NEED_TORCH:
+        return getattr(importlib.import_module(f".{_NEED_TORCH[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,14 +16,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .rounds import CannotBroadcastError, UnsupportedError, WorkerError
 from .staging import copiers, copy_all, huge
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
 
 
 class Contents:
@@ -34,9 +35,6 @@ class Contents:
 
         Raises `WorkerError` for an entry that a new round would break.
         """
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.objects: dict[str, Any] = {}
@@ -194,16 +192,12 @@ def packed(**parts: Any) -> bytes:
 
 
 def _pickled(value: Any) -> bytes:
-    import torch
-
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()
 
 
 def unpacked(data: Any) -> dict[str, Any]:
-    import torch
-
     parts: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     return parts
 
@@ -234,8 +228,6 @@ class Shape:
         return math.prod(self.shape) * int(self.dtype.itemsize)
 
     def empty(self, device: Any = None) -> Tensor:
-        import torch
-
         return huge(torch.empty(self.shape, dtype=self.dtype, device=device or self.device))
 
     def fits(self, tensor: Tensor) -> bool:
@@ -315,8 +307,6 @@ def put_back(
     buffers: Sequence[tuple[str, Tensor]],
 ) -> None:
     """Load an image into contents; its optimizer state is handed over, not copied."""
-    import torch
-
     with torch.no_grad():
         copy_all(
             [image.parameters[name] for name, _ in tensors],
@@ -369,8 +359,6 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_tensor(value: Any) -> bool:
-    import torch
-
     return isinstance(value, torch.Tensor)
 
 
@@ -392,8 +380,6 @@ def _like(parameter: Any, value: Tensor) -> Tensor:
 
 def captured_rng() -> dict[str, Any]:
     """Return the generator states of Python, torch, the GPU and, if it is imported, numpy."""
-    import torch
-
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
@@ -405,8 +391,6 @@ def captured_rng() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    import torch
-
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states:
@@ -421,8 +405,6 @@ def derive_rng(seed: int, rank: int, step: int) -> None:
 
     The same three numbers produce the same states in every process; other numbers produce others.
     """
-    import torch
-
     digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
     derived = int.from_bytes(digest, "big") >> 1
     random.seed(derived)

@@ -45,7 +45,7 @@ from contextlib import suppress
 from typing import Any
 
 from .link import BrokenLinkError, Received, encode
-from .snapshot_slot import SEAL_BYTES, digest_of_seal
+from .slot_format import SEAL_BYTES, digest_of_seal
 
 GREETING = struct.Struct(">8s32s")
 PROTOCOL = b"rdzvcpy1"

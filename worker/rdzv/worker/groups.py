@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from .cutting import GlooCut, NcclCut, RoundCut, recording_store, resolve
 from .rounds import StaleGroupError, UnsupportedError, exchange
 
@@ -57,7 +60,6 @@ class RoundGroups:
 
         Raises `RoundOver` or a collective's exception if the round ends in the meantime.
         """
-        import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
         _check_torch()
@@ -92,8 +94,6 @@ class RoundGroups:
 
         On a GPU, the backward pass returns when they have only been enqueued.
         """
-        import torch
-
         if self._link is None:
             return
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -130,8 +130,6 @@ class RoundGroups:
 
     def close(self) -> None:
         """Destroy all groups. Afterwards, none of the round's connections to peers is open."""
-        import torch.distributed as dist
-
         if dist.is_initialized():
             # NCCL's abort, in the other thread, may have been faster.
             with contextlib.suppress(ValueError, AssertionError):
@@ -149,9 +147,10 @@ class RoundGroups:
         sys.excepthook = self._excepthook
 
     def watch(self) -> list[weakref.ref[Any]]:
-        import torch.distributed.distributed_c10d as c10d
-
-        return [*self.nccl.aborted, *(weakref.ref(group) for group in c10d._world.pg_map)]
+        return [
+            *self.nccl.aborted,
+            *(weakref.ref(group) for group in dist.distributed_c10d._world.pg_map),
+        ]
 
     def make_store(self) -> Store:
         """Connect to the store at MASTER_ADDR; a single process without one has its own."""
@@ -184,8 +183,6 @@ class RoundGroups:
 
 
 def refuse_groups_from_outside() -> None:
-    import torch.distributed as dist
-
     if dist.is_available() and dist.is_initialized():
         raise StaleGroupError(
             "a process group was created before the function under @elastic was called. The "
@@ -228,8 +225,6 @@ def _forget_meshes() -> None:
     """Clear DTensor's caches, which hold references to device meshes and thus to groups."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    import torch
-
     gc.unfreeze()  # A zygote has frozen what it imported, and get_objects() leaves that out.
     for one in gc.get_objects():
         # Some caches exist once per thread, and cannot be reached in any other way.
@@ -259,8 +254,6 @@ def _holders(group: object) -> set[str]:
 
 
 def _check_torch() -> None:
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_gloo_available():
         raise UnsupportedError(
             "this build of torch has no gloo, which the library needs beside any other backend: "
@@ -270,9 +263,6 @@ def _check_torch() -> None:
 
 def default_backend() -> str:
     """Return the backend of a group whose script names none: NCCL beside gloo on GPUs."""
-    import torch
-    import torch.distributed as dist
-
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
     return "gloo"

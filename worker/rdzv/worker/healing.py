@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from .contents import (
     Image,
     Shape,
@@ -21,7 +25,6 @@ from .rounds import MismatchError, NoSourceError, exchange
 from .staging import digest, readers
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch._C._distributed_c10d import Store
 
     from .resuming import Resuming
@@ -251,8 +254,6 @@ def _send(
     store: Store,
     hashed: str,
 ) -> None:
-    import torch
-
     contents, mine = sealing.contents, offers[round_.rank]
     if round_.rank == source:
         buffers = {name: one.detach().clone() for name, one in contents.buffers()}
@@ -306,9 +307,6 @@ def transfer(
     receive into the tensors that `make` returns, and get the `image` beside `more`. `hashed` is the
     image's `digest_of`, if the source knows it. Raises `NoSourceError` if another image arrives.
     """
-    import torch
-    import torch.distributed as dist
-
     # Every rank must call this, including those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
     received = None
@@ -335,9 +333,6 @@ def transfer(
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
     """Broadcast tensors in place from one rank of a group to the others, batching small ones."""
-    import torch
-    import torch.distributed as dist
-
     known = [device.type for device in group._device_types]
     sends = dist.get_rank() == source
     for bucket in buckets_of(tensors):

@@ -13,9 +13,10 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .cutting import LostWait, RoundCut
+from .slot_format import NO_MARK, Mark
 
 MAX_FRAME_BYTES = 64 << 10
 MAX_FDS = 253
@@ -149,25 +150,6 @@ class GivenSlots:
     """The reason why there are no slots."""
     copies: list[int] = field(default_factory=list)
     """Descriptors of copies of other nodes' snapshots."""
-
-
-class Mark(NamedTuple):
-    """Identifies a state. It is equal for all of the state's parts, and larger for newer states."""
-
-    lineage: int = -1
-    step: int = -1
-    series: str = ""
-    shards: int = 0
-    world_size: int = 0
-
-    @property
-    def time(self) -> tuple[int, int]:
-        """The lineage and step, which are equal for everything that was saved with this state."""
-        return self.lineage, self.step
-
-
-NO_MARK = Mark()
-"""Precedes all others."""
 
 
 @dataclass

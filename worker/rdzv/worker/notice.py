@@ -12,92 +12,32 @@ from types import FrameType
 from typing import Any
 
 
-class Notice:
-    """A notice to this worker, on which all ranks act in the same step.
-
-    A notice may reach only one node's ranks, but a checkpoint needs all ranks. So a loop calls
-    `agreed` after each step, on every rank:
-
-        if notice.agreed():
-            save_checkpoint()
-            notice.saved()
-
-    The ranks that received no notice continue training. Once the others are gone, the group
-    re-forms without them and resumes from that checkpoint.
-    """
+class _Notice:
+    """SIGTERM as a notice, where a launcher ends a round by it, or Slurm a job; who was asked."""
 
     def __init__(self) -> None:
-        self._terminated = False
-        self._has_saved = False
+        self.has_come = False
+        self.has_saved = False
         self._former_handler: Any = None
-        self._waits_for_sigterm = False
-        self._group: weakref.ref[Any] | None = None
-        self._calls = 0
-        """How often the ranks of that group have been asked."""
+        self._is_caught = False
+        self.asked: tuple[weakref.ref[Any] | None, int] = (None, 0)
+        """The default process group, and how often its ranks have been asked."""
 
-    def wait_for_sigterm(self) -> None:
-        """Treat SIGTERM as a notice from now on, instead of letting it end the process.
-
-        Launchers send SIGTERM to the workers when a round must end, and Slurm does at its time
-        limit. Python cannot set handlers outside the main thread, so nothing changes there.
-        """
-        if threading.current_thread() is threading.main_thread() and not self._waits_for_sigterm:
+    def catch(self) -> None:
+        # Python cannot set handlers outside the main thread.
+        if threading.current_thread() is threading.main_thread() and not self._is_caught:
             self._former_handler = signal.signal(signal.SIGTERM, self._note)
-            self._waits_for_sigterm = True
+            self._is_caught = True
             atexit.register(self._at_exit)
 
-    def restore_sigterm(self) -> None:
-        """Undo `wait_for_sigterm`."""
-        if self._waits_for_sigterm:
+    def restore(self) -> None:
+        if self._is_caught:
             signal.signal(signal.SIGTERM, self._former_handler or signal.SIG_DFL)
-            self._waits_for_sigterm = False
+            self._is_caught = self.has_come = False
             atexit.unregister(self._at_exit)
 
-    @property
-    def given(self) -> bool:
-        """Whether this worker has received a notice."""
-        return self._terminated or _node_leaves()
-
-    def agreed(self, every: int = 1) -> bool:
-        """Return whether any rank has received a notice. All ranks must call it at the same point.
-
-        It is a single four-byte collective; with NCCL alone, it waits for the GPU. With `every`
-        above 1, only each call of that number in a group asks, and the others return False.
-        """
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.given
-        # A process that is kept must count as the new ones of its next group do.
-        if self._group is None or self._group() is not dist.group.WORLD:
-            self._group, self._calls = weakref.ref(dist.group.WORLD), 0
-        self._calls += 1
-        if self._calls % every:
-            return False
-        import torch
-
-        device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.device("cuda")
-        told = torch.tensor([int(self.given)], dtype=torch.int32, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        return bool(told.item())
-
-    def saved(self) -> None:
-        """Wait until all ranks have saved, and end this worker if it has received a notice.
-
-        All ranks must call it after each `agreed` that returned True. A worker whose node is
-        leaving exits with 0. After SIGTERM it exits with 143, so the job does not count as
-        succeeded.
-        """
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()
-        if self.given:
-            self._has_saved = True
-            raise SystemExit(0 if _node_leaves() else 128 + signal.SIGTERM)
-
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self._terminated = True
+        self.has_come = True
 
     def _at_exit(self) -> None:
         """Restore SIGTERM's default action, so that it also ends a process exiting on an error.
@@ -107,16 +47,12 @@ class Notice:
         must end.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if self._terminated and not self._has_saved:
+        if self.has_come and not self.has_saved:
             signal.raise_signal(signal.SIGTERM)
 
 
-def _node_leaves() -> bool:
-    file = os.environ.get("RDZV_NOTICE_FILE", "")
-    return bool(file) and os.path.exists(file)  # noqa: PTH110
-
-
-_notice = Notice()
+_notice = _Notice()
+catch_sigterm, restore_sigterm = _notice.catch, _notice.restore
 
 
 def should_stop(every: int = 1) -> bool:
@@ -144,8 +80,24 @@ def should_stop(every: int = 1) -> bool:
     """
     if every < 1:
         raise ValueError(f"every={every} cannot be used: give the number of calls, 1 or more")
-    _notice.wait_for_sigterm()
-    return _notice.agreed(every)
+    import torch
+    import torch.distributed as dist
+
+    catch_sigterm()
+    given = _notice.has_come or _node_leaves()
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return given
+    # A process that is kept must count as the new ones of its next group do.
+    group, calls = _notice.asked
+    if group is None or group() is not dist.group.WORLD:
+        group, calls = weakref.ref(dist.group.WORLD), 0
+    _notice.asked = group, calls + 1
+    if (calls + 1) % every:
+        return False
+    device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.device("cuda")
+    told = torch.tensor([int(given)], dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return bool(told.item())
 
 
 def exit_if_leaving() -> None:
@@ -159,7 +111,18 @@ def exit_if_leaving() -> None:
         RuntimeError: the barrier failed, as torch reports it when a rank is gone.
 
     """
-    _notice.saved()
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+    if _notice.has_come or _node_leaves():
+        _notice.has_saved = True
+        raise SystemExit(0 if _node_leaves() else 128 + signal.SIGTERM)
+
+
+def _node_leaves() -> bool:
+    file = os.environ.get("RDZV_NOTICE_FILE", "")
+    return bool(file) and os.path.exists(file)  # noqa: PTH110
 
 
 def report_step(step: int) -> None:

@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from .contents import derive_rng, described
-from .link import NO_MARK, Mark
 from .rounds import exchange, warn
 from .shards import Place
+from .slot_format import NO_MARK, Mark
 from .snapshot_files import WholeStep, whole_steps
 
 if TYPE_CHECKING:
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
     from .rounds import Round
     from .sealing import Sealing
-    from .snapshot_slot import Header, Slot
+    from .slot_format import Header
+    from .snapshot_slot import Slot
     from .snapshots import HeldSlots
 
 NEWEST_VARIABLE = "RDZV_SNAPSHOT"
@@ -179,8 +182,6 @@ class Resuming:
         if self._own is not None:
             self._sealing.load_own(self._own)
         else:
-            import torch
-
             derive_rng(torch.initial_seed(), self._round.rank, self.mark.step)
 
     def give_up(self) -> None:

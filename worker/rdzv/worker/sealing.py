@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .contents import (
     Contents,
@@ -22,9 +25,6 @@ from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
 from .snapshot_slot import Content
 from .staging import equal_bits
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Sealing:
@@ -234,8 +234,6 @@ def _cloned(tensors: list[tuple[str, Tensor]], last: Mapping[str, Tensor]) -> di
 
 
 def _copy_back(held: dict[str, Tensor], tensors: list[tuple[str, Tensor]]) -> None:
-    import torch
-
     with torch.no_grad():
         for name, tensor in tensors:
             if name in held:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import cutting
 from .groups import (
     Options,
@@ -326,8 +328,6 @@ def _detach_traceback(error: BaseException) -> str:
 
 
 def wait_for_devices() -> None:
-    import torch
-
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(index):

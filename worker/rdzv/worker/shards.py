@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .contents import (
     Contents,
     Image,
@@ -25,7 +27,6 @@ from .healing import compare_manifests, transfer
 from .rounds import NoSourceError, UnsupportedError, WorkerError, exchange
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch._C._distributed_c10d import Store
 
     from .rounds import Round

@@ -24,13 +24,14 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from .contents import Image, is_tensor
-from .snapshot_slot import Content, Header
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from .slot_format import Header, SnapshotError
+from .snapshot_slot import Content
 
 FORMAT = 1
 
@@ -44,10 +45,6 @@ _ABANDONED_S = 60.0
 _LEFTOVER_S = 3600.0
 """How long an incomplete step must remain unchanged to be removed once another is whole."""
 _POLL_S = 0.5
-
-
-class NotWrittenError(Exception):
-    """A snapshot cannot be written; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +92,6 @@ class WholeStep:
         Call this only for an undamaged part. Parameters are memory-mapped; optimizer tensors are
         copied.
         """
-        import torch
-
         path = str(self.part(header.shard))
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         images = {
@@ -148,17 +143,15 @@ class StepWriter:
     def write(self, header: Header, content: Content, shapes: Mapping[str, Image]) -> Path | None:
         """Write a part and return its temporary path, or None if another node has written it.
 
-        Raises `NotWrittenError` if the disk is too full, and `OSError` for any other failure.
+        Raises `SnapshotError` if the disk is too full, and `OSError` for any other failure.
         """
-        import torch
-
         path = self.folder / _part_name(header.shard, header.shards)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not _is_left_to_us(path):
             return None
         free = shutil.disk_usage(self.folder).free
         if free < header.bytes:
-            raise NotWrittenError(
+            raise SnapshotError(
                 f"{header.bytes / 1e6:.0f} MB are needed, but only {free / 1e6:.0f} MB are free"
             )
         temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")

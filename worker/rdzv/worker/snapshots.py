@@ -20,16 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from .contents import described
-from .link import NO_MARK, Announced
+from .link import Announced
 from .rounds import warn
-from .snapshot_slot import Content, Header, Slot, bytes_needed
+from .slot_format import NO_MARK, Header, Mark
+from .snapshot_slot import Content, Slot, bytes_needed
 from .staging import copiers, copy_all, events, mapped, set_aside
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .link import GivenSlots, Link, Mark
+    from .link import GivenSlots, Link
     from .rounds import Round
     from .sealing import Sealing
 

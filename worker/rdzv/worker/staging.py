@@ -16,11 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 CHUNK_BYTES = 32 << 20
 _MOST_THREADS = 4
@@ -55,8 +54,6 @@ def copy_all(
     `ready` have occurred. Other tensors are copied by `threads` threads, because a single thread
     does not use the full memory bandwidth.
     """
-    import torch
-
     pieces: deque[tuple[Tensor, Tensor]] = deque()
     with torch.no_grad():
         for one, place in zip(tensors, places):
@@ -80,8 +77,6 @@ def copiers() -> int:
 
     It is 1 if torch itself uses several threads to copy large tensors.
     """
-    import torch
-
     return 1 if torch.get_num_threads() > 1 else readers()
 
 
@@ -105,8 +100,6 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
     Torch's version counter does not tell it: a change through `.data` does not count.
     """
-    import torch
-
     for tensor in (one, other):
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not is_plain or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -120,15 +113,11 @@ def _pieces(one: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     is_plain = one.is_contiguous() and place.is_contiguous() and not place.is_cuda
     if not is_plain or one.nbytes <= CHUNK_BYTES:
         return iter([(one, place)])
-    import torch
-
     count = CHUNK_BYTES // one.element_size()
     return zip(torch.split(one.view(-1), count), torch.split(place.view(-1), count))
 
 
 def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None:
-    import torch
-
     try:
         with torch.no_grad():
             while not errors:
@@ -142,8 +131,6 @@ def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
     """Return an event for each GPU, which completes once the work queued by this thread is done."""
-    import torch
-
     found: list[Any] = []
     for device in {one.device for one in tensors if one.is_cuda}:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -153,8 +140,6 @@ def events(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    import torch
-
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free + cached)
@@ -165,8 +150,6 @@ _pinned: list[Tensor] = []
 
 
 def _fetch(tensor: Tensor, place: Tensor, ready: Sequence[Any]) -> None:
-    import torch
-
     if tensor.device not in _streams:
         _streams[tensor.device] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
     if not _pinned:
@@ -281,8 +264,6 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
 
     It detects accidental differences between tensors, but does not protect against an adversary.
     """
-    import torch
-
     described = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -296,8 +277,6 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
 
 
 def _sum(tensor: Tensor, threads: int = 1) -> Tensor:
-    import torch
-
     flat = tensor.reshape(-1).contiguous()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if flat.numel() == 0:
@@ -339,15 +318,11 @@ def _sum_of_chunk(words: Tensor) -> Tensor:
 
 @functools.cache
 def _odd_numbers(device: torch.device) -> Tensor:
-    import torch
-
     return torch.arange(_COLUMNS, device=device) * 2 + 1
 
 
 def sums_of_columns(grid: Tensor) -> Tensor:
     """Return the polynomial of each column, in one pass over memory."""
-    import torch
-
     sums = torch.zeros(_COLUMNS, dtype=torch.int32, device=grid.device)
     for row in grid:
         torch.add(row, sums, alpha=_WORD_MULTIPLIER, out=sums)
@@ -356,8 +331,6 @@ def sums_of_columns(grid: Tensor) -> Tensor:
 
 def sums_at_once(grid: Tensor) -> Tensor:
     """Return the same, with few operations for a GPU to start, but a copy of the grid."""
-    import torch
-
     power, powers = 1, []
     for _ in grid:
         powers.append(power if power < 1 << 31 else power - (1 << 32))

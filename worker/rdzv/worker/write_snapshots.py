@@ -20,8 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .snapshot_files import NotWrittenError, StepWriter
-from .snapshot_slot import Header, Slot
+from .slot_format import Header, SealedMemory, SnapshotError
 
 COPIED_VARIABLE = "RDZV_SNAPSHOT_COPIED"
 """The descriptor to close once the snapshots are copied; not set if there is no memory for that."""
@@ -70,24 +69,29 @@ def write(
     if not found:
         is_damaged = any(slot.is_damaged for slot, _ in opened)
         lost = "a snapshot is damaged in memory, and" if is_damaged else ""
-        raise NotWrittenError(f"{lost} no slot holds it any more".strip())
+        raise SnapshotError(f"{lost} no slot holds it any more".strip())
     if copied is not None:
-        copies = [(slot.copied(header), header) for slot, header in found]
+        copies = [(_copy(slot, header), header) for slot, header in found]
         _refuse_overwritten(found)
         found = copies
         os.close(copied)
+    # These import torch, which takes seconds.
+    from .snapshot_files import StepWriter
+    from .snapshot_slot import Slot
+
     written = 0
     step = StepWriter(folder, run, found[0][1])
-    for slot, header in found:
+    for memory, header in found:
+        slot = Slot(memory.memory)
         if not slot.is_sound(header, threads=1):
-            raise NotWrittenError("it is damaged in memory")
+            raise SnapshotError("it is damaged in memory")
         content = slot.read(header, in_place=True)
         temporary = step.write(header, content, slot.shapes(header))
         if temporary is None:
             continue
         try:
             _refuse_overwritten([(slot, header)])
-        except NotWrittenError:
+        except SnapshotError:
             temporary.unlink()
             raise
         step.give_name(temporary)
@@ -95,16 +99,23 @@ def write(
     return written, step.finish(keep)
 
 
-def _refuse_overwritten(found: Sequence[tuple[Slot, Header]]) -> None:
+def _refuse_overwritten(found: Sequence[tuple[SealedMemory, Header]]) -> None:
     """Raise an error if a worker has overwritten a slot before it was notified of the pin."""
     if any(slot.header() != header for slot, header in found):
-        raise NotWrittenError("it was overwritten in the meantime")
+        raise SnapshotError("it was overwritten in the meantime")
 
 
-def _opened(fd: int) -> tuple[Slot, Header | None]:
+def _copy(slot: SealedMemory, header: Header) -> SealedMemory:
+    """Copy a snapshot. Raises `OSError` if there is no memory for it."""
+    memory = mmap.mmap(-1, header.bytes)
+    memory[:] = slot.memory[: header.bytes]
+    return SealedMemory(memoryview(memory))
+
+
+def _opened(fd: int) -> tuple[SealedMemory, Header | None]:
     size = os.fstat(fd).st_size
     # Copy on write, so that an accidental write does not reach the slot.
-    slot = Slot(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY)))
+    slot = SealedMemory(memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY)))
     return slot, slot.header()
 
 

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 BARE = ("torch", "numpy")
 """Modules to import first. The threads that they start on import are harmless in a fork."""
 
-BESIDE_TORCH = "rdzv.worker"
+BESIDE_TORCH = "rdzv.worker.session"
 """A module imported along with torch, if installed: it takes 20 ms, and kept workers need it."""
 
 MAX_FDS = 253

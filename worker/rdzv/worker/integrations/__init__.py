@@ -3,7 +3,8 @@
 They report progress, save before the node leaves, and keep workers. `transformers` has a callback
 for Hugging Face's Trainer, `lightning` has one for Lightning, and `accelerate` creates a round's
 Accelerator. Each of these modules imports its framework, and nothing here imports the modules, so a
-job needs only the framework that it uses. `report_step` and `Notice` are for custom training loops.
+job needs only the framework that it uses. Loops of one's own call `report_step`, and
+`should_stop` and `exit_if_leaving` of `rdzv.worker`.
 
 The agent names two files in the environment: the step is written to `RDZV_PROGRESS_FILE`, and
 `RDZV_NOTICE_FILE` exists once the node is leaving. On that notice, or on SIGTERM, the framework is
@@ -17,9 +18,9 @@ import json
 import os
 import re
 
-from ..notice import Notice, report_step
+from ..notice import report_step
 
-__all__ = ["Notice", "newest_checkpoint", "report_step"]
+__all__ = ["newest_checkpoint", "report_step"]
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 

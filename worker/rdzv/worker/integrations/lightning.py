@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from ..notice import Notice, report_step
+from .. import notice
 from ..state import State
 
 
@@ -37,7 +37,6 @@ class RdzvCallback(Callback):  # type: ignore[misc]
     def __init__(self, state: State | None = None) -> None:
         super().__init__()
         self._state = state
-        self._notice = Notice()
         self._folder = ""
         self._step = 0
 
@@ -59,21 +58,21 @@ class RdzvCallback(Callback):  # type: ignore[misc]
         Unless all ranks get the signal, that waits forever, so the handler is replaced.
         """
         self._step = trainer.global_step
-        report_step(self._step)
-        self._notice.wait_for_sigterm()
+        notice.report_step(self._step)
+        notice.catch_sigterm()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Report each optimizer step, and save a checkpoint if any rank has received a notice."""
         if trainer.global_step == self._step:
             return  # Gradients are being accumulated.
         self._step = trainer.global_step
-        report_step(self._step)
+        notice.report_step(self._step)
         if self._state is not None:
             self._state.commit()
-        if self._notice.agreed():
+        if notice.should_stop():
             trainer.save_checkpoint(os.path.join(self._folder, "last.ckpt"))  # noqa: PTH118
-            self._notice.saved()
+            notice.exit_if_leaving()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Restore the script's own handling of SIGTERM."""
-        self._notice.restore_sigterm()
+        notice.restore_sigterm()

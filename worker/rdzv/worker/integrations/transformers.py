@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..notice import Notice, report_step
+from .. import notice
 from ..state import State
 from . import newest_checkpoint
 
@@ -23,28 +23,27 @@ class RdzvCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, state: State | None = None) -> None:
         self._state = state
-        self._notice = Notice()
         self._agreed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the checkpoint's step, and treat SIGTERM as a notice."""
-        report_step(state.global_step)
-        self._notice.wait_for_sigterm()
+        notice.report_step(state.global_step)
+        notice.catch_sigterm()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the step, and make all ranks save it if any rank has received a notice."""
-        report_step(state.global_step)
+        notice.report_step(state.global_step)
         if self._state is not None:
             self._state.commit()
-        if self._notice.agreed():
+        if notice.should_stop():
             self._agreed = control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End this worker if it has received a notice, now that its work is saved."""
         if self._agreed:
             self._agreed = False
-            self._notice.saved()
+            notice.exit_if_leaving()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the script's own handling of SIGTERM."""
-        self._notice.restore_sigterm()
+        notice.restore_sigterm()
