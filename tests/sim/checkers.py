@@ -62,8 +62,7 @@ from rdzv.core.rendezvous import Transition
 from rdzv.core.snapshots import MAX_LOADS
 from rdzv.errors import RendezvousError
 from rdzv.messages import Closed, KeepCopies, Placed, Refused, RoundOver, Withdrawn
-from rdzv.server.engine.jobs import News
-from rdzv.server.scheduling import placing
+from rdzv.server.engine.jobs import Step
 from rdzv.server.scheduling.fleet import NODES, Restrictions
 from rdzv.stores.base import Record
 from rdzv.stores.memory import MemoryStore
@@ -175,6 +174,7 @@ class Judge:
     def watching(self) -> Iterator[None]:
         """Observe every step that a server makes."""
         decide, step_nodes = rendezvous.step, nodes.step
+        plan = job_queue.place_queued_jobs
 
         def watched_step(state: State, command: Command, now_ms: int) -> Transition:
             try:
@@ -199,14 +199,14 @@ class Judge:
             demands: Iterable[Demand], hosts: Iterable[Host], *, settled: bool = True
         ) -> Plan:
             demands, hosts = tuple(demands), tuple(hosts)
-            decided = job_queue.place_queued_jobs(demands, hosts, settled=settled)
+            decided = plan(demands, hosts, settled=settled)
             self._watch_plan(demands, hosts, decided, settled)
             return decided
 
         with (
             patch.object(rendezvous, "step", watched_step),
             patch.object(nodes, "step", watched_nodes),
-            patch.object(placing, job_queue.place_queued_jobs.__name__, watched_plan),
+            patch.object(job_queue, plan.__name__, watched_plan),
         ):
             yield
 
@@ -393,16 +393,16 @@ class Judge:
             if held.at_ms + A_MOMENT_MS < now_ms
         }
 
-    def _check_quarantine(self, server: Server, news: News) -> None:
+    def _check_quarantine(self, server: Server, step: Step) -> None:
         """No round of a submitted job is formed with a node that should be released."""
-        membership = news.after.membership
-        completed = [e.round for e in news.events if isinstance(e, RoundCompleted)]
+        membership = step.after.membership
+        completed = [e.round for e in step.events if isinstance(e, RoundCompleted)]
         if not completed or membership.submission is None:
             return
         bad = self._quarantined(server) & {p.node_id for p in completed[-1].participants}
         if bad & set(membership.submission.placed):
             self.fail(f"quarantine: {membership.rdzv_id} goes on with {bad}")
-        if news.before.barred and not bad:
+        if step.before.barred and not bad:
             self.world.count("quarantine: goes on without")
 
     def told_placed(self, agent: Agent, placed: Placed) -> None:
@@ -806,31 +806,31 @@ class Judge:
 
     # -------------------------------------------------------------- what is published
 
-    def published(self, server: Server, news: News) -> None:
-        rdzv_id = news.after.membership.rdzv_id
+    def published(self, server: Server, step: Step, *, last: bool) -> None:
+        rdzv_id = step.after.membership.rdzv_id
         at_ms = self._decided_ms.get((id(server.process), rdzv_id), self.world.agenda.now_ms)
-        said = Said(at_ms - server.process.offset_ms, news.command, server.number)
+        said = Said(at_ms - server.process.offset_ms, step.command, server.number)
         self.trace.setdefault(rdzv_id, []).append(said)
-        stored = news.after.membership == self.stored.get(rdzv_id)
-        if news.last and not stored and news.after.membership.run:
+        stored = step.after.membership == self.stored.get(rdzv_id)
+        if last and not stored and step.after.membership.run:
             current = server.store.leadership == self.world.disk.leader
             if current and self.era == server.era:
                 self.fail("durability: what is published is not what is stored")
-        for event in news.events:
-            self._check_event(news, event)
-        self._check_quarantine(server, news)
-        if self.blameless and news.after.membership.restarts:
+        for event in step.events:
+            self._check_event(step, event)
+        self._check_quarantine(server, step)
+        if self.blameless and step.after.membership.restarts:
             self.fail("charge: a restart was spent, and no worker has failed by itself")
 
-    def _check_event(self, news: News, event: Event) -> None:
-        membership = news.after.membership
+    def _check_event(self, step: Step, event: Event) -> None:
+        membership = step.after.membership
         workers = (membership.rdzv_id, membership.run, 0)
         match event:
             case RoundEnded(end=end) if end.cause is Cause.STORE_HOST:
                 self.moves.add(membership.rdzv_id)
             case RoundEnded(end=end) if end.cause is Cause.NODES_JOINED:
                 self.moves.add(membership.rdzv_id)
-                if not (news.before.waiting or news.after.waiting):
+                if not (step.before.waiting or step.after.waiting):
                     self.fail("calm: a round ended for newcomers, and nobody waits")
             case NodeSucceeded():
                 done = membership.round.succeeded if membership.round else ()
@@ -840,8 +840,8 @@ class Judge:
                 if membership.scaled != (event.min_nodes, event.max_nodes):
                     self.fail(f"scale: {event} is not stored")
                 live = membership.round is not None and membership.round.live
-                if live and len(news.after.seats) > event.max_nodes:
-                    self.fail(f"scale: a round of {len(news.after.seats)} nodes goes on: {event}")
+                if live and len(step.after.seats) > event.max_nodes:
+                    self.fail(f"scale: a round of {len(step.after.seats)} nodes goes on: {event}")
             case NodeDeclined() if membership.submission is not None:
                 if event.node_id not in {one.node_id for one in membership.submission.declined}:
                     self.fail(f"durability: {event} is not stored")
@@ -850,7 +850,7 @@ class Judge:
             case NodesWithdrawn(node_ids=node_ids):
                 # If a queued job takes its nodes back, seats may have been given up in the same
                 # step.
-                state = news.before if isinstance(news.command, Withdraw) else news.after
+                state = step.before if isinstance(step.command, Withdraw) else step.after
                 if seated := set(node_ids) & state.seats.keys():
                     self.fail(f"{seated} hear that they are withdrawn, and have seats")
             case RoundCompleted():
@@ -865,9 +865,9 @@ class Judge:
                     self.moves.add(membership.rdzv_id)
                 if self.blameless and ended.failures:
                     self.fail(f"charge: {ended} and no worker failed by itself")
-                if ended.result is Result.STOPPED and news.before.membership.stopping:
+                if ended.result is Result.STOPPED and step.before.membership.stopping:
                     self._check_stopped(membership.rdzv_id, event.run)
-                round_ = news.before.membership.round
+                round_ = step.before.membership.round
                 if ended.result is Result.SUCCEEDED and round_ is not None and self.era == 0:
                     workers = (membership.rdzv_id, event.run, round_.number)
                     done = self.succeeded_on | (

@@ -20,7 +20,8 @@ from rdzv.errors import RendezvousConnectionError, RendezvousError, StoreRefused
 from rdzv.runtime.tasks import Tasks
 from rdzv.server import wire
 from rdzv.server.driver import Driver
-from rdzv.server.engine.jobs import Job, News
+from rdzv.server.engine.decide_persist_publish import Engine
+from rdzv.server.engine.jobs import Job, Step
 from rdzv.server.rpc.node_messages import NodeMessages
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.telemetry.server_metrics import Metrics
@@ -196,16 +197,30 @@ class SimStore:
 # ------------------------------------------------------------------ a server
 
 
+class _WatchedEngine(Engine):
+    _driver: WatchedDriver
+
+    def publish(self, job: Job, steps: Sequence[Step], *, stored: bool) -> None:
+        self._driver.last = steps[-1]
+        super().publish(job, steps, stored=stored)
+
+
 class WatchedDriver(Driver):
     """The real driver, whose published events are observed."""
 
     world: World
     server: Server
+    last: Step
+    """The last of the steps that are published together."""
 
-    def publish(self, job: Job, news: News) -> None:
-        self.world.judge.published(self.server, news)
-        super().publish(job, news)
-        if any(isinstance(event, RoundCompleted) for event in news.events):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.engine = _WatchedEngine(self)
+
+    def publish(self, job: Job, step: Step) -> None:
+        self.world.judge.published(self.server, step, last=step is self.last)
+        super().publish(job, step)
+        if any(isinstance(event, RoundCompleted) for event in step.events):
             self.world.round_completed(self.server)
 
 

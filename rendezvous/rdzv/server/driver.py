@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from rdzv.core.events import Event
@@ -21,7 +21,7 @@ from rdzv.server.diagnosis.diagnosis import Diagnosis
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.history import History
-from rdzv.server.engine.jobs import Job, Jobs, News
+from rdzv.server.engine.jobs import Job, Jobs, Step
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
@@ -35,7 +35,6 @@ from rdzv.server.sessions.from_nodes import NodeCommands, Recovery, Reports
 from rdzv.server.sessions.node_jobs import NodeJobs
 from rdzv.server.sessions.streams import Streams
 from rdzv.server.settings.server_settings import RdzvdSettings
-from rdzv.server.telemetry.scrape_targets import ScrapeTargets
 from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Store
 
@@ -78,7 +77,6 @@ class Driver:
         self.recovery, self.reports = Recovery(self), Reports(self)
         self.fleet, self.quarantine, self.placer = Fleet(self), Quarantine(self), Placer(self)
         self.diagnosis = Diagnosis(self)
-        self.scrape_targets = ScrapeTargets(config.limits.nodes)
         # What operators and other callers ask.
         self.tokens = TokenStore(
             self.store, clock, tasks, self.streams.close_opened_with, auth=config.authenticates
@@ -157,16 +155,16 @@ class Driver:
 
     # ---------------------------------------------------------------- publishing changes
 
-    def publish(self, job: Job, news: News) -> None:
-        self.node_jobs.note_step(job, news)
-        if news.before.membership.submission or news.after.membership.submission:
+    def publish(self, job: Job, step: Step) -> None:
+        self.node_jobs.note_step(job, step)
+        if step.before.membership.submission or step.after.membership.submission:
             self.placer.wake()
-        self.diagnosis.note_state(news.after)
+        self.diagnosis.note_state(step.after)
         self.watchers.job_changed(job.rdzv_id)
-        self.streams.announce(news)
+        self.streams.announce(step)
         # By now, the nodes taking part in a new round know about it and can be asked for logs.
-        self.diagnosis.logs.note_state(news.after)
-        self.node_jobs.note_end(job, news)
+        self.diagnosis.logs.note_state(step.after)
+        self.node_jobs.note_end(job, step)
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Log and record events that were not caused by a step, and wake the job's watchers."""
@@ -183,6 +181,3 @@ class Driver:
     def trouble(self) -> str:
         """The reason why nothing new can be decided now; empty if decisions are possible."""
         return self.store.trouble
-
-    def agents(self) -> Mapping[str, str]:
-        return self.scrape_targets.listed(self.clock.now_ms())

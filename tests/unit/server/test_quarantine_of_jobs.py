@@ -27,7 +27,7 @@ from rdzv.view.answers import Node
 from tests.support.builders import Job, report
 from tests.support.driven import FakeClock, FlakyStore, Server, read, settle
 from tests.support.settings import rdzvd_settings
-from tests.unit.server.test_placing import QUIET_MS, daemons, live, submission
+from tests.unit.server.test_placing import QUIET_MS, daemons, submission
 
 pytestmark = pytest.mark.slow
 
@@ -255,11 +255,11 @@ async def test_it_ends_with_its_time() -> None:
         n1, n2 = await daemons(s, "n1", "n2")
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
-        await live(s, 59_000, n1, n2)
+        await s.live(59_000, n1, n2)
         assert (await s.status()).submission.placed == ()  # type: ignore[union-attr]
         changes: list[str | None] = []
         with s.driver.watchers.followed_by(changes.append):
-            await live(s, 2_000, n1, n2)
+            await s.live(2_000, n1, n2)
         assert None in changes  # The list of nodes is shown anew.
         assert not await quarantined(s)
         assert (await s.status()).submission.placed == ("n1", "n2")  # type: ignore[union-attr]
@@ -438,13 +438,13 @@ async def test_nothing_follows_before_it_is_stored_and_nothing_counts_twice(how:
         await training(s, (n1, n2))
         store.refuse = [how]
         await fails(s, n2, [n1])
-        await live(s, 3_000, n1, n2, n3)
+        await s.live(3_000, n1, n2, n3)
         # The round was settled once the strike was stored; it counts once.
         assert (await s.status()).state == "running"
         assert not await quarantined(s)
         store.refuse = [how]
         await fails(s, n2, [n1])
-        await live(s, 3_000, n1, n2, n3)
+        await s.live(3_000, n1, n2, n3)
         assert await quarantined(s) == ["n2"]
         status = await s.status()
         assert status.restarts == 2
@@ -464,7 +464,7 @@ async def test_a_commit_of_the_job_that_fails_is_judged_again_to_the_same_end() 
         await join(s, n1, 0)
         assert await quarantined(s) == ["n2"]
         store.away = None
-        await live(s, 3_000, n1, n2, n3)
+        await s.live(3_000, n1, n2, n3)
         status = await s.status()
         assert status.restarts == 1
         assert status.submission.placed == ("n1", "n3")  # type: ignore[union-attr]

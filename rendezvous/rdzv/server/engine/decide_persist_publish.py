@@ -19,7 +19,7 @@ from rdzv.core.invariants import violations
 from rdzv.core.model import Settings, State
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import InvariantError, RendezvousConnectionError, RendezvousError
-from rdzv.server.engine.jobs import Asked, Guard, Job, News, Step
+from rdzv.server.engine.jobs import Asked, Guard, Job, Step
 from rdzv.structs import replace
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class Engine:
             RendezvousError: the job cannot be judged or stored; every command in the batch fails.
 
         """
-        state = steps[-1].transition.state if steps else job.state
+        state = steps[-1].after if steps else job.state
         command = asked.command
         if isinstance(command, Join):
             command = replace(command, new_run=self._driver.new_uid())
@@ -152,17 +152,17 @@ class Engine:
         first, rows = await self._driver.quarantine.judge(state, transition)
         job.pending += rows
         if first is not None:
-            barred = Step(first, self._decide(state, first))
-            await self._check(job, state, barred, steps)
+            barred = Step(first, state, self._decide(state, first))
+            await self._check(job, barred, steps)
             steps.append(barred)
-            state = barred.transition.state
+            state = barred.after
             try:
                 transition = self._decide(state, command)
             except RendezvousError as error:
                 asked.answer(error)
                 return
-        step = Step(command, transition, asked)
-        await self._check(job, state, step, steps)
+        step = Step(command, state, transition, asked)
+        await self._check(job, step, steps)
         steps.append(step)
 
     async def steps(
@@ -176,7 +176,7 @@ class Engine:
         steps: list[Step] = []
         decided: list[Asked] = []
         for choose in choices:
-            command = choose(steps[-1].transition.state if steps else job.state)
+            command = choose(steps[-1].after if steps else job.state)
             if command is not None:
                 asked = Asked(command, None, asyncio.get_running_loop().create_future())
                 decided.append(asked)
@@ -185,14 +185,14 @@ class Engine:
         outcomes = [asked.outcome.result() for asked in decided]
         return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
 
-    async def _check(self, job: Job, before: State, step: Step, decided: list[Step]) -> None:
+    async def _check(self, job: Job, step: Step, decided: list[Step]) -> None:
         """Refuse a step that breaks a guarantee, after storing the steps before it.
 
         Raises:
             InvariantError: the step breaks a guarantee; the job has been reloaded.
 
         """
-        broken = violations(before, step.transition.state, step.transition.events)
+        broken = violations(step.before, step.after, step.events)
         if broken:
             earlier, decided[:] = tuple(decided), ()
             await self._settle(job, earlier)
@@ -202,7 +202,7 @@ class Engine:
         """Persist the decided steps if they changed the durable half, and publish them in order."""
         if not steps:
             return
-        stored = steps[-1].transition.state.membership is not job.state.membership
+        stored = steps[-1].after.membership is not job.state.membership
         if stored:
             await self._persist(job, steps)
         self.publish(job, steps, stored=stored)
@@ -227,7 +227,7 @@ class Engine:
         return _bug(job.rdzv_id, command, what)
 
     async def _persist(self, job: Job, steps: Sequence[Step]) -> None:
-        membership = steps[-1].transition.state.membership
+        membership = steps[-1].after.membership
         told = (row for step in steps for row in self._driver.history.rows(step.transition))
         rows = (*job.pending, *told)
         try:
@@ -239,7 +239,7 @@ class Engine:
                 job.doubt = tuple(steps)
             for step in steps:
                 # Commands without events, such as most ticks, are not reported as waiting.
-                if step.transition.events:
+                if step.events:
                     self._store.waits(job.rdzv_id, step.command)
             raise
         job.pending = ()
@@ -251,20 +251,19 @@ class Engine:
         history waits for the next commit.
         """
         for step in steps:
-            before, transition = job.state, step.transition
-            after = job.loaded = transition.state
+            job.loaded = step.after
             self._store.decided(job.rdzv_id, step.command)
             self._driver.jobs.note_end(job)
-            job.timer.arm(transition.wake_at_ms)
-            rows = self._driver.history.rows(transition)
+            job.timer.arm(step.transition.wake_at_ms)
+            rows = self._driver.history.rows(step.transition)
             if not stored:
                 self._driver.history.postpone(job, rows)
-            self._driver.history.publish(rows, transition.events)
-            self._driver.metrics.count_step(before, after, transition.events, self._clock.now_ms())
-            news = News(step.command, before, after, transition.events, last=step is steps[-1])
-            self._driver.publish(job, news)
+            self._driver.history.publish(job, rows, step.events)
+            now_ms = self._clock.now_ms()
+            self._driver.metrics.count_step(step.before, step.after, step.events, now_ms)
+            self._driver.publish(job, step)
             if step.asked is not None:
-                step.asked.answer(after)
+                step.asked.answer(step.after)
 
     def on_due(self, job: Job, due_ms: int) -> None:
         if self._driver.loop_watch.late(due_ms):

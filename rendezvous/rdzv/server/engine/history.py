@@ -37,7 +37,8 @@ class History:
         now_ms = self._driver.clock.now_ms()
         return records(membership.rdzv_id, membership.run, transition.events, now_ms)
 
-    def publish(self, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
+    def publish(self, job: Job, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
+        job.published += len(rows)
         keeps = [kept(event) for event in events]
         log_events(rows, keeps)
         self._driver.metrics.recorded(rows, keeps)
@@ -58,13 +59,12 @@ class History:
             run = job.loaded.membership.run
             rows = records(rdzv_id, run, events, self._driver.clock.now_ms())
             self.postpone(job, rows)
-            self.publish(rows, events)
-            job.noted += 1
+            self.publish(job, rows, events)
 
-    def noted(self, rdzv_id: str) -> int:
-        """Return how often `note` has recorded events for a job; 0 if the job is not in memory."""
+    def published_of(self, rdzv_id: str) -> int:
+        """Return how many rows a job in memory has had; its history is the same while this is."""
         job = self._driver.jobs.get(rdzv_id)
-        return job.noted if job else 0
+        return job.published if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
         """Store rows in a separate commit; if that fails, they remain only in the log."""

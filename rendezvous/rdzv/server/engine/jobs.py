@@ -56,23 +56,20 @@ class Asked:
 
 @struct(frozen=True)
 class Step:
-    """A command that has been decided but not yet stored, with its transition."""
-
-    command: Command
-    transition: Transition
-    asked: Asked | None = None
-
-
-@struct(frozen=True)
-class News:
-    """A step whose durable half is stored, so that it can be announced."""
+    """A command that has been decided; once its durable half is stored, it can be announced."""
 
     command: Command
     before: State
-    after: State
-    events: tuple[Event, ...]
-    last: bool = True
-    """Whether this is the last of the steps that were stored together."""
+    transition: Transition
+    asked: Asked | None = None
+
+    @property
+    def after(self) -> State:
+        return self.transition.state
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return self.transition.events
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +88,8 @@ class Job:
     """The steps whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
     """The history rows waiting for the next commit."""
-    noted: int = 0
-    """The number of times that `History.note` has recorded events for this job."""
+    published: int = 0
+    """The number of history rows that this job has had in memory."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present in the job."""
 
@@ -201,7 +198,7 @@ class Jobs:
         revision = stored.revision if stored else 0
         if revision == job.revision:
             job.doubt = ()
-        elif stored and stored.membership == steps[-1].transition.state.membership:
+        elif stored and stored.membership == steps[-1].after.membership:
             job.revision, job.doubt, job.pending = revision, (), ()
             self._driver.engine.publish(job, steps, stored=True)
         else:

@@ -26,7 +26,6 @@ from rdzv.server.operations.handlers import SLICE, Server
 from rdzv.server.settings.server_settings import Limits
 from rdzv.structs import replace
 from rdzv.view import answers, as_json
-from rdzv.view.answers import JobStatus
 
 log = logging.getLogger("rdzv.feeds")
 
@@ -319,7 +318,7 @@ class JobFeed(Feed):
         if told != self._last:
             _put_all(old, [told])
             self._last = told
-        turn = (self._server.driver.history.noted(self._rdzv_id), _turn_of(status))
+        turn = (status.run, self._server.driver.history.published_of(self._rdzv_id))
         if turn != self._turn or not self._events:
             rows = await self._server.history(self._rdzv_id, EVENTS)
             events = answers.Events(self._rdzv_id, tuple(map(answers.event_in, rows)))
@@ -329,15 +328,6 @@ class JobFeed(Feed):
                 _put_all(old, [written])
                 self._events = written
         _put_all(fresh, [BEGIN, told, self._events, READY])
-
-
-def _turn_of(status: JobStatus) -> object:
-    """Return a value that changes with every step recorded in the history."""
-    nodes = tuple((node.node_id, node.state) for node in status.nodes)
-    submission = status.submission
-    placed = submission.placed if submission is not None else ()
-    turn = (status.run, status.round, status.state, status.min_nodes, status.max_nodes)
-    return (*turn, status.restarts, placed, nodes)
 
 
 def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:

@@ -131,7 +131,8 @@ class Replica:
         return self._driver if self.proven else None
 
     def agents(self) -> Mapping[str, str]:
-        return self._driver.agents() if self._driver is not None and self.proven else {}
+        driver = self.proven_driver()
+        return driver.fleet.scrape_targets() if driver is not None else {}
 
     def _not_leader(self) -> NotLeaderError:
         leader = self.election.leader if self.election else None

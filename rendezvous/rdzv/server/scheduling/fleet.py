@@ -39,8 +39,9 @@ V = TypeVar("V")
 NODES = "nodes"
 """The name of the key-value record that stores what keeps nodes from jobs."""
 
-FORMER = ("cordons", "quarantine")
-"""The names of the records that stored it before the first release."""
+
+TARGET_KEPT_MS = 3_600_000
+"""How long a lost node is scraped: long enough for an alert to fire and for people to react."""
 
 
 @struct(frozen=True)
@@ -95,14 +96,10 @@ class Fleet:
         """What each known node has reported."""
         self.wishes: dict[str, Drain] = {}
         """The drains that nodes have announced themselves."""
+        self._lost_targets: dict[str, tuple[str, int]] = {}
+        """Where agents of lost nodes served /metrics, and when they were lost, in that order."""
 
     async def load(self) -> None:
-        for name in FORMER:
-            if await self._driver.store.load_document(name) is not None:
-                raise errors.RendezvousStateError(
-                    f"the record {name} is of an rdzvd before its first release, and was left "
-                    "untouched; move the data away to begin without it"
-                )
         await self._document.load()
         self._driver.quarantine.note_change()
 
@@ -133,7 +130,7 @@ class Fleet:
 
     def hosts(self, states: Iterable[State]) -> list[Host]:
         """Return all nodes that accept submitted jobs, and what the jobs in `states` use there."""
-        taken = self._taken(states)
+        taken = _taken(states, self.reported)
         hosts, quarantined = [], self._driver.quarantine.nodes
         ordered = self.ordered | self.wishes.keys()
         for node_id in self._driver.leases.records:
@@ -148,20 +145,6 @@ class Fleet:
             unusable = self._unusable(node_id, said, quarantined)
             hosts.append(Host(node_id, said.resources, has, unusable, cordoned, barred))
         return hosts
-
-    def _taken(self, states: Iterable[State]) -> dict[str, dict[tuple[str, str], int]]:
-        taken: dict[str, dict[tuple[str, str], int]] = {}
-        for state in states:
-            membership = state.membership
-            if membership.submission is None or membership.ended is not None:
-                continue
-            for node_id in membership.submission.placed:
-                said = self.reported.get(node_id)
-                if said is not None and said.resources is not None:
-                    gpus = gpus_needed(membership.submission.spec, said.resources)
-                    of_node = taken.setdefault(node_id, {})
-                    of_node[membership.rdzv_id, membership.run] = gpus
-        return taken
 
     def _unusable(
         self, node_id: str, said: Reported, quarantined: Mapping[str, Quarantined]
@@ -289,6 +272,7 @@ class Fleet:
 
     def note_hello(self, hello: Hello) -> None:
         node_id, former = hello.node_id, self.reported.get(hello.node_id)
+        self._lost_targets.pop(node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(node_id, hello.draining)
         else:
@@ -337,8 +321,43 @@ class Fleet:
     def note_lost(self, node_id: str) -> None:
         """Forget a node that was given up; if it returns, it reports everything again."""
         self.wishes.pop(node_id, None)
-        self.reported.pop(node_id, None)
+        known = self.reported.pop(node_id, None)
+        if known is not None and known.metrics:
+            self._lost_targets[node_id] = known.metrics, self._clock.now_ms()
+            if len(self._lost_targets) > self._driver.config.limits.nodes:
+                del self._lost_targets[next(iter(self._lost_targets))]
         self._driver.placer.wake()
+
+    def scrape_targets(self) -> dict[str, str]:
+        """Return the addresses at which agents serve /metrics, by node_id.
+
+        A lost node stays listed for a while: if it were removed at once, Prometheus would forget
+        it, and no alert would report that it no longer responds.
+        """
+        since_ms = self._clock.now_ms() - TARGET_KEPT_MS
+        kept = {n: one for n, one in self._lost_targets.items() if one[1] > since_ms}
+        self._lost_targets = kept
+        present = {n: said.metrics for n, said in self.reported.items() if said.metrics}
+        # A node restarted under another name keeps its address, so list it only under its new name.
+        taken = set(present.values())
+        return {n: at for n, (at, _) in kept.items() if at not in taken} | present
+
+
+def _taken(
+    states: Iterable[State], reported: Mapping[str, Reported]
+) -> dict[str, dict[tuple[str, str], int]]:
+    taken: dict[str, dict[tuple[str, str], int]] = {}
+    for state in states:
+        membership = state.membership
+        if membership.submission is None or membership.ended is not None:
+            continue
+        for node_id in membership.submission.placed:
+            said = reported.get(node_id)
+            if said is not None and said.resources is not None:
+                gpus = gpus_needed(membership.submission.spec, said.resources)
+                of_node = taken.setdefault(node_id, {})
+                of_node[membership.rdzv_id, membership.run] = gpus
+    return taken
 
 
 def takes_part(state: State, node_id: str) -> bool:

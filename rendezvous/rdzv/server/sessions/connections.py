@@ -151,7 +151,6 @@ class Connections:
         )
         self._callers[hello.node_id] = caller.name
         self._driver.metrics.counts.add("rdzv_streams_opened_total")
-        self._driver.scrape_targets.note(hello.node_id, hello.metrics)
         self._driver.diagnosis.note_gone(hello.node_id)
         self._driver.streams.add(stream)
         self._driver.fleet.note_hello(hello)
@@ -220,7 +219,6 @@ class Connections:
             case nodes.NodeGivenUp():
                 self._driver.metrics.counts.add("rdzv_nodes_lost_total")
                 self._callers.pop(event.node_id, None)
-                self._driver.scrape_targets.lose(event.node_id, self._driver.clock.now_ms())
                 self._driver.fleet.note_lost(event.node_id)
                 why = f"given up: {event.reason}"
                 self._driver.streams.close(event.node_id, event.stream, why)

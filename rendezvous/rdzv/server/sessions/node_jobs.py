@@ -21,7 +21,7 @@ from rdzv.core.model import State
 from rdzv.core.words import listed
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import sleep_ms
-from rdzv.server.engine.jobs import Job, News
+from rdzv.server.engine.jobs import Job, Step
 from rdzv.server.engine.store_access import STORE_RETRY_MS
 
 if TYPE_CHECKING:
@@ -65,18 +65,18 @@ class NodeJobs:
             if not rdzv_ids:
                 del self._jobs_of[node_id]
 
-    def note_step(self, job: Job, news: News) -> None:
-        if isinstance(news.command, Join | Resume):
-            self._note_present(job, news.command)
-        for event in news.events:
+    def note_step(self, job: Job, step: Step) -> None:
+        if isinstance(step.command, Join | Resume):
+            self._note_present(job, step.command)
+        for event in step.events:
             if isinstance(event, NodesPlaced):
                 for node_id in event.node_ids:
                     self.add(job, node_id)
 
-    def note_end(self, job: Job, news: News) -> None:
-        if any(isinstance(event, RunEnded) for event in news.events):
+    def note_end(self, job: Job, step: Step) -> None:
+        if any(isinstance(event, RunEnded) for event in step.events):
             for node_id in tuple(job.node_ids):
-                if not (news.after.present(node_id) or node_id in unheard(news.after)):
+                if not (step.after.present(node_id) or node_id in unheard(step.after)):
                     self._remove(job, node_id)
 
     def _note_present(self, job: Job, command: Join | Resume) -> None:

@@ -20,7 +20,7 @@ from rdzv.errors import (
     RendezvousError,
     UnauthenticatedError,
 )
-from rdzv.server.engine.jobs import News
+from rdzv.server.engine.jobs import Step
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions import announcements
 
@@ -219,16 +219,16 @@ class Streams:
             stream.send(message)
         return stream is not None
 
-    def announce(self, news: News) -> None:
+    def announce(self, step: Step) -> None:
         now_ms = self._driver.clock.now_ms()
-        if isinstance(news.command, Join):
-            self._announce_join(news.before, news.after, news.command, now_ms)
+        if isinstance(step.command, Join):
+            self._announce_join(step.before, step.after, step.command, now_ms)
         for node_id, message in announcements.after_step(
-            news.before, news.after, news.events, now_ms
+            step.before, step.after, step.events, now_ms
         ):
             stream = self._open.get(node_id)
             if stream is not None and announcements.concerns(
-                news.after, node_id, stream.incarnation, message
+                step.after, node_id, stream.incarnation, message
             ):
                 stream.send(message)
 
