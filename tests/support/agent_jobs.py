@@ -19,8 +19,8 @@ from rdzv.agent.launch.launch import Launch, Output
 from rdzv.agent.runner import requests
 from rdzv.agent.runner.requests import WorkerSpec
 from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink
-from rdzv.core.model import Assignment, Settings, SnapshotMark
-from rdzv.messages import SnapshotWatermark
+from rdzv.core.model import Assignment, Cause, RoundEnd, Settings, SnapshotMark
+from rdzv.messages import RoundOver, SnapshotWatermark
 from rdzv.v1 import rdzv_pb2 as pb
 
 PATIENCE_S = 100.0
@@ -40,6 +40,12 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def round_over(round_: int = 0) -> RoundOver:
+    """Return what ends a round for want of another node."""
+    end = RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
+    return RoundOver("job-7", "r1", round_, end)
 
 
 class FakeRunner:

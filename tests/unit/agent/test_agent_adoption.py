@@ -32,7 +32,7 @@ from rdzv.agent.runner_link.runner_link import RunnerHello
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.client import Endpoint
 from rdzv.core import model
-from rdzv.messages import Closed, Joined, RoundOver, SnapshotWatermark, Withdrawn
+from rdzv.messages import Closed, Joined, SnapshotWatermark, Withdrawn
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
@@ -42,6 +42,7 @@ from tests.support.agent_jobs import (
     FakeRunner,
     a_launch,
     is_alive,
+    round_over,
     until,
     use_runner,
 )
@@ -181,6 +182,7 @@ async def heir(
     former.instance = replace(former.instance, instance=instance)
     (folder / "runners").mkdir(exist_ok=True)
     former.note_welcome(7, 2, 60_000)
+    (folder / "runners" / "a.sock").touch()
     if said:
         file = folder / "instance.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **said}))
@@ -191,23 +193,14 @@ async def test_with_a_runner_it_goes_on_as_the_same_instance(
     tmp_path: Path, meets: dict[str, Any]
 ) -> None:
     adopting = await heir(tmp_path)
-    for name in ("a", "stale"):
-        (tmp_path / "runners" / f"{name}.sock").touch()
+    (tmp_path / "runners" / "stale.sock").touch()
     meets["a.sock"] = found(tmp_path / "a")
     (orphan,) = await adopting.adopt_runners()
     assert (orphan.placement, orphan.state) == (PLACEMENT, FULL)
     assert meets["a.sock"].did == ["adopt"]
     assert adopting.instance == runner_adoption.NodeInstance("instance-1", 7, 2, 60_000)
     assert [path.name for path in (tmp_path / "runners").iterdir()] == ["a.sock"]
-
-
-async def test_runners_wait_for_a_lease_also_if_their_agent_has_not_reached_a_server(
-    tmp_path: Path, meets: dict[str, Any]
-) -> None:
-    adopting = await heir(tmp_path)
-    meets["a.sock"] = found(tmp_path / "a")
-    (tmp_path / "runners" / "a.sock").touch()
-    await adopting.adopt_runners()
+    # Runners wait for a lease, also if their agent has not reached a server.
     who = daemon_identity("n1", adopting.instance)
     link = ServerLink([Endpoint("127.0.0.1", 1)], who)
     assert (link.tolerated_ms, link.orphan_timeout_ms) == (60_000, 60_000)
@@ -221,7 +214,6 @@ async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
     said = {"instance": "instance-1", "incarnation": 7, "leadership": 2, "lease_ms": None}
     adopting = await heir(tmp_path, said={"instance": said})
     meets["a.sock"] = found(tmp_path / "a")
-    (tmp_path / "runners" / "a.sock").touch()
     await adopting.adopt_runners()
     assert adopting.instance == runner_adoption.NodeInstance("instance-1", 7, 2)
 
@@ -248,7 +240,6 @@ async def test_a_runner_of_somebody_else_is_left_to_its_end(
     why: str,
 ) -> None:
     adopting = await heir(tmp_path, said=said)
-    (tmp_path / "runners" / "a.sock").touch()
     meets["a.sock"] = found(tmp_path / "a", placement)
     assert await adopting.adopt_runners() == []
     assert meets["a.sock"].did == ["leave"]
@@ -260,8 +251,7 @@ async def test_one_that_can_not_be_adopted_keeps_nobody_from_the_others(
     tmp_path: Path, meets: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     adopting = await heir(tmp_path)
-    for name in ("a", "b"):
-        (tmp_path / "runners" / f"{name}.sock").touch()
+    (tmp_path / "runners" / "b.sock").touch()
     meets["a.sock"] = NotAdoptableError("pid 4 speaks version 9")
     meets["b.sock"] = found(tmp_path / "b")
     assert len(await adopting.adopt_runners()) == 1
@@ -287,7 +277,6 @@ async def test_a_runner_that_hangs_is_killed_with_its_descendants(
 ) -> None:
     """It would never end, and the node would start no job before it has."""
     adopting, child = await heir(tmp_path), child_of(hung)
-    (tmp_path / "runners" / "a.sock").touch()
     meets["a.sock"] = [SilentRunnerError(hung.pid, 3.0), SilentRunnerError(hung.pid, 16.0), None]
     assert await adopting.adopt_runners() == []
     await until(lambda: hung.poll() is not None)
@@ -299,7 +288,6 @@ async def test_a_runner_that_answers_late_is_left_to_its_end(
     tmp_path: Path, meets: dict[str, Any], hung: subprocess.Popen[bytes]
 ) -> None:
     adopting, child, late = await heir(tmp_path), child_of(hung), found(tmp_path / "a")
-    (tmp_path / "runners" / "a.sock").touch()
     meets["a.sock"] = [SilentRunnerError(hung.pid, 3.0), late]
     assert await adopting.adopt_runners() == []
     await until(lambda: late.did)
@@ -325,22 +313,31 @@ class Story:
         return self.drivers[-1]
 
     @property
-    def state(self) -> AgentState:
-        return handover_state.decode_state(self.runner.keeps[handover_state.STATE]).state
+    def kept(self) -> KeptState:
+        return handover_state.decode_state(self.runner.keeps[handover_state.STATE])
 
     def new_agent(self) -> None:
         self.link = FakeLink()
         keeping = HandoverPlan(self.folder / "socket", PLACEMENT)
         self.drivers.append(JobDriver(self.launch, self.link, "r1", keeping))  # type: ignore[arg-type]
 
-    async def die_and_come_back(self) -> None:
+    async def die_and_come_back(self, why_not: str = "") -> None:
         """Let the agent die without a word, and start its successor."""
         self.runner.tell = None
         self.runner.deaf_to.clear()
         self.new_agent()
-        state = handover_state.decode_state(self.runner.keeps[handover_state.STATE])
-        self.driver.resume(self.runner, state)  # type: ignore[arg-type]
-        await self.driver.get_ready()
+        self.driver.resume(self.runner, self.kept)  # type: ignore[arg-type]
+        await self.driver.get_ready(why_not)
+
+    async def all_gone(self) -> None:
+        """Let no worker of round 0 be left, and wait until the node joins again."""
+        self.runner.tell(events.WorkersGone(0))
+        await until(lambda: self.belief().phase == pb.Belief.JOINING)
+
+    def belief(self) -> pb.Belief:
+        belief = self.driver.belief()
+        assert belief is not None
+        return belief
 
     async def begin_round(self, line: model.Assignment) -> None:
         """Complete a round, and wait until the workers' files exist or the round has failed."""
@@ -353,10 +350,6 @@ class Story:
     def line(self, round_: int = 0, **changes: Any) -> model.Assignment:
         line = model.Assignment("job-7", "r1", round_, 1, 2, 2, 4, 2, 4, "127.0.0.1", 1, True, 0, 3)
         return replace(line, **changes)
-
-    def phase(self) -> pb.Belief.Phase.ValueType | None:
-        belief = self.driver.belief()
-        return None if belief is None else belief.phase
 
 
 @pytest.fixture
@@ -373,7 +366,7 @@ async def s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[St
 async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
     s.driver.post(Joined("job-7", "r1", 1))
     await s.die_and_come_back()
-    assert (s.phase(), s.driver.joined) == (pb.Belief.JOINING, True)
+    assert (s.belief().phase, s.driver.joined) == (pb.Belief.JOINING, True)
     await s.begin_round(s.line())
     assert s.runner.asked == [("start", 0, 2)]
 
@@ -381,11 +374,9 @@ async def test_a_node_that_waits_goes_on_waiting(s: Story) -> None:
 @pytest.mark.quick
 async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
     await s.begin_round(s.line())
-    before = s.driver.belief()
+    before = s.belief()
     await s.die_and_come_back()
-    after = s.driver.belief()
-    assert before is not None and after is not None
-    assert (after.phase, after.round) == (pb.Belief.RUNNING, before.round)
+    assert (s.belief().phase, s.belief().round) == (pb.Belief.RUNNING, before.round)
     assert s.runner.asked == [("start", 0, 2)]
     written = s.driver.written.at(0)
     assert written is not None and not s.driver.written.is_over(0)
@@ -395,11 +386,12 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
 async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
     mark = model.SnapshotMark(0, 40, "f00d", world_size=4)
     await s.begin_round(s.line())
+    # Workers may not overwrite a step that is whole.
+    s.driver.post(SnapshotWatermark("job-7", "r1", mark))
+    assert s.runner.announced == [(mark, None)]
     s.runner.tell(events.SnapshotsChanged((model.Snapshot(0, mark, bytes=1_000, digest="d"),)))
     await s.die_and_come_back()
-    believed = s.driver.belief()
-    assert believed is not None
-    (held,) = believed.join.snapshots
+    (held,) = s.belief().join.snapshots
     assert (held.mark.step, held.mark.series, held.bytes) == (40, "f00d", 1_000)
     # The next agent asks for all held snapshots, and receives them again.
     assert s.runner.held_for == [None, None]
@@ -418,19 +410,13 @@ async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_th
 
 async def test_a_round_whose_files_are_not_made_keeps_none_of_the_round_before(s: Story) -> None:
     await s.begin_round(s.line())
-    s.driver.post(
-        RoundOver(
-            "job-7",
-            "r1",
-            0,
-            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
-        )
-    )
-    s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() == pb.Belief.JOINING)
+    s.runner.store_hosts.add(0)
+    s.driver.post(round_over())
+    assert s.runner.store_hosts == {0}
+    await s.all_gone()
+    assert s.runner.store_hosts == set()
     s.driver.post(s.line(1))
-    kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
-    assert (kept.state.assignment, kept.outputs) == (s.line(1), ())
+    assert (s.kept.state.assignment, s.kept.outputs) == (s.line(1), ())
     await s.driver.hand_over(60_000)
     await s.die_and_come_back()
     await until(lambda: s.runner.asked[-1][0] == "start")
@@ -455,65 +441,19 @@ async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the
 ) -> None:
     await s.begin_round(s.line())
     s.runner.deaf_to.add("stop")
-    s.driver.post(
-        RoundOver(
-            "job-7",
-            "r1",
-            0,
-            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
-        )
-    )
+    s.driver.post(round_over())
+    # Before the workers are told: the next agent would give them another grace period.
+    stop = s.kept.stop
+    assert stop is not None
+    assert (stop.command.round, stop.command.grace_ms) == (0, JOB.failure_stop_timeout_ms)
     await s.die_and_come_back()
     ((what, round_, signum, grace_ms),) = s.runner.asked[1:]
     assert (what, round_, signum) == ("stop", 0, None)
     # The rest of the grace period, which began with the decision.
     assert 0 <= grace_ms <= JOB.failure_stop_timeout_ms
-    assert s.phase() == pb.Belief.STOPPING
-    s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() == pb.Belief.JOINING)
+    assert s.belief().phase == pb.Belief.STOPPING
+    await s.all_gone()
     assert s.link.bodies()[-1] == "join"
-
-
-async def test_a_stop_is_kept_for_the_next_agent_before_the_workers_are_told(s: Story) -> None:
-    """Otherwise the next agent would give them no grace period, or another one."""
-    await s.begin_round(s.line())
-    s.runner.deaf_to.add("stop")
-    s.driver.post(
-        RoundOver(
-            "job-7",
-            "r1",
-            0,
-            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
-        )
-    )
-    kept = handover_state.decode_state(s.runner.keeps[handover_state.STATE]).stop
-    assert kept is not None
-    assert (kept.command.round, kept.command.grace_ms) == (0, JOB.failure_stop_timeout_ms)
-
-
-async def test_the_runner_is_told_which_step_is_whole(s: Story) -> None:
-    """It is the only one that workers may not overwrite."""
-    await s.begin_round(s.line())
-    mark = model.SnapshotMark(0, 40, "f00d", world_size=4)
-    s.driver.post(SnapshotWatermark("job-7", "r1", mark))
-    assert s.runner.announced == [(mark, None)]
-
-
-async def test_a_store_host_is_stopped_when_its_round_is_over(s: Story) -> None:
-    await s.begin_round(s.line())
-    s.runner.store_hosts.add(0)
-    s.driver.post(
-        RoundOver(
-            "job-7",
-            "r1",
-            0,
-            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
-        )
-    )
-    assert s.runner.store_hosts == {0}
-    s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() == pb.Belief.JOINING)
-    assert s.runner.store_hosts == set()
 
 
 async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(s: Story) -> None:
@@ -522,8 +462,7 @@ async def test_a_round_that_the_fence_has_ended_is_over_also_for_the_next_agent(
     s.driver.post(events.Fenced(0, monotonic_ms() - 10))
     await s.die_and_come_back()
     assert s.runner.asked[1:] == [("stop", 0, None, 0)]
-    s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() == pb.Belief.JOINING)
+    await s.all_gone()
     (join,) = s.link.of("join")
     assert join.fenced
 
@@ -545,14 +484,10 @@ async def test_a_failure_that_the_former_agent_has_heard_is_in_the_belief(s: Sto
     await s.begin_round(s.line())
     await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 2_000))
     await s.die_and_come_back()
-    belief = s.driver.belief()
-    assert belief is not None
-    assert [failure.exit_code for failure in belief.failures] == [3]
+    assert [failure.exit_code for failure in s.belief().failures] == [3]
     # The runner sends it again, since the previous agent died before it acknowledged it.
     await s.runner.tell(events.WorkerExited(0, 0, 100, 3, None, 4_000))
-    belief = s.driver.belief()
-    assert belief is not None
-    assert len(belief.failures) == 1
+    assert len(s.belief().failures) == 1
 
 
 @pytest.mark.quick
@@ -561,7 +496,7 @@ async def test_success_is_remembered(s: Story) -> None:
     for local_rank in (0, 1):
         s.runner.tell(events.WorkerExited(0, local_rank, 100 + local_rank, 0, None, 0))
     await s.die_and_come_back()
-    assert s.phase() == pb.Belief.SUCCEEDED
+    assert s.belief().phase == pb.Belief.SUCCEEDED
     s.runner.tell(events.WorkersGone(0))
     s.driver.post(Closed("job-7", "r1", model.Ended(model.Result.SUCCEEDED, "all did")))
     async with asyncio.timeout(PATIENCE_S):
@@ -572,8 +507,7 @@ async def test_a_withdrawal_goes_on(s: Story) -> None:
     await s.begin_round(s.line())
     s.driver.post(Withdrawn("job-7", "r1", "scaled down"))
     await s.die_and_come_back()
-    belief = s.driver.belief()
-    assert belief is not None
+    belief = s.belief()
     assert (belief.phase, belief.leave.reason) == (pb.Belief.LEAVING, "scaled down")
     s.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
@@ -586,9 +520,9 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
     s.runner.deaf_to.add("stop")
     s.driver.post(events.Signalled(15, "SIGTERM"))
     s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() is None)
+    await until(lambda: s.driver.belief() is None)
     await s.die_and_come_back()
-    assert s.phase() is None
+    assert s.driver.belief() is None
     assert s.runner.store_hosts == set()
     async with asyncio.timeout(PATIENCE_S):
         assert (await s.driver.wait()).exit_code == 143
@@ -629,28 +563,16 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     s: Story, caplog: pytest.LogCaptureFixture
 ) -> None:
     await s.begin_round(s.line())
-    s.runner.tell = None
-    s.new_agent()
-    state = handover_state.decode_state(s.runner.keeps[handover_state.STATE])
-    s.driver.resume(s.runner, state)  # type: ignore[arg-type]
-    await s.driver.get_ready("its arguments are refused")
+    await s.die_and_come_back("its arguments are refused")
     assert (
         "this node cannot start further rounds; its workers keep running: its arguments"
         in caplog.text
     )
-    assert s.phase() == pb.Belief.RUNNING
+    assert s.belief().phase == pb.Belief.RUNNING
     assert s.runner.asked == [("start", 0, 2)]
     # The next round fails here and says why; nothing else happens.
-    s.driver.post(
-        RoundOver(
-            "job-7",
-            "r1",
-            0,
-            model.RoundEnd(model.Cause.NODE_LOST, "n2 is lost", broken=True, keep=False),
-        )
-    )
-    s.runner.tell(events.WorkersGone(0))
-    await until(lambda: s.phase() == pb.Belief.JOINING)
+    s.driver.post(round_over())
+    await s.all_gone()
     s.driver.post(s.line(1))
     await until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
     s.runner.tell(events.WorkersGone(1))

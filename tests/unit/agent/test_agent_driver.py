@@ -24,8 +24,8 @@ from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.model import Cause, RoundEnd, Settings, Snapshot, SnapshotMark, Tally
-from rdzv.messages import Joined, RoundOver, SnapshotsHeld, TakeStacks, Withdrawn
+from rdzv.core.model import Settings, Snapshot, SnapshotMark, Tally
+from rdzv.messages import Joined, SnapshotsHeld, TakeStacks, Withdrawn
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support.agent_jobs import (
@@ -34,6 +34,7 @@ from tests.support.agent_jobs import (
     FakeLink,
     FakeRunner,
     a_launch,
+    round_over,
     until,
     use_runner,
 )
@@ -65,14 +66,18 @@ WARM = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",))
 FOR_RESTARTS = ZygoteSpec(argv=("python",), env={}, cwd=None, modules=("torch",), after_import=True)
 
 
+warm = pytest.mark.parametrize("zygote", [WARM], ids=["warm"])
+for_restarts = pytest.mark.parametrize("zygote", [FOR_RESTARTS], ids=["for restarts"])
+
+
 @pytest.fixture
-async def f(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fixture]:
-    async for made in fixture(tmp_path, monkeypatch):
-        yield made
+def zygote() -> ZygoteSpec | None:
+    return None
 
 
-async def fixture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: ZygoteSpec | None = None
+@pytest.fixture
+async def f(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: ZygoteSpec | None
 ) -> AsyncIterator[Fixture]:
     made = Fixture(tmp_path, monkeypatch)
 
@@ -121,91 +126,66 @@ READY = events.ZygoteReady(pid=7, modules=("torch",), threads=1, memory_kb=1, se
 LOST = events.ZygoteLost("it was killed by signal 9", retry_s=1.0)
 
 
-@pytest.mark.quick
+@warm
 @pytest.mark.parametrize("over", [READY, LOST])
 async def test_it_prepares_until_its_zygote_is_ready_or_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: events.RunnerEvent
+    f: Fixture, over: events.RunnerEvent
 ) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        assert f.runner.asked == [("zygote", False)]
-        assert f.driver.belief().join.preparing  # type: ignore[union-attr]
-        f.runner.tell(over)
-        f.runner.tell(READY)  # Of its replacement, perhaps: it is ready once.
-        assert joins(f) == [True, False]
-        assert not f.driver.belief().join.preparing  # type: ignore[union-attr]
+    assert f.runner.asked == [("zygote", False)]
+    assert f.driver.belief().join.preparing  # type: ignore[union-attr]
+    for forks in (False, True):  # What zygotes do elsewhere.
+        f.driver.post(Joined("job-7", "r1", 1, forks))
+    assert joins(f) == [True]
+    f.runner.tell(over)
+    f.runner.tell(READY)  # Of its replacement, perhaps: it is ready once.
+    assert joins(f) == [True, False]
+    assert not f.driver.belief().join.preparing  # type: ignore[union-attr]
+    assert f.runner.asked == [("zygote", False)]
 
 
 def joins(f: Fixture) -> list[bool]:
     return [join.preparing for join in f.link.of("join")]
 
 
-@pytest.mark.quick
-async def test_it_starts_its_zygote_at_once_where_zygotes_are_known_to_serve_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
-        for forks in (None, True, True, False):
-            f.driver.post(Joined("job-7", "r1", 1, forks))
-        assert f.runner.asked == [("zygote", True), ("begin",)]
-        assert joins(f) == [True]
-        f.runner.tell(READY)
-        f.driver.post(Joined("job-7", "r1", 1, True))
-        assert joins(f) == [True, False]
-        assert f.runner.asked == [("zygote", True), ("begin",)]
+@for_restarts
+async def test_it_starts_its_zygote_at_once_where_zygotes_serve_the_script(f: Fixture) -> None:
+    for forks in (None, True, True, False):
+        f.driver.post(Joined("job-7", "r1", 1, forks))
+    assert f.runner.asked == [("zygote", True), ("begin",)]
+    assert joins(f) == [True]
+    f.runner.tell(READY)
+    f.driver.post(Joined("job-7", "r1", 1, True))
+    assert joins(f) == [True, False]
+    assert f.runner.asked == [("zygote", True), ("begin",)]
 
 
-@pytest.mark.quick
-async def test_it_joins_as_it_is_where_zygotes_may_not_serve_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=FOR_RESTARTS):
-        f.driver.post(Joined("job-7", "r1", 1, False))
-        f.driver.post(Joined("job-7", "r1", 1, True))
-        assert joins(f) == [True, False]
-        assert f.runner.asked == [("zygote", True)]
+@for_restarts
+async def test_it_joins_as_it_is_where_zygotes_may_not_serve_the_script(f: Fixture) -> None:
+    for forks in (False, True):
+        f.driver.post(Joined("job-7", "r1", 1, forks))
+    assert joins(f) == [True, False]
+    assert f.runner.asked == [("zygote", True)]
 
 
-@pytest.mark.quick
-async def test_what_zygotes_elsewhere_do_concerns_no_node_that_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        for forks in (False, True):
-            f.driver.post(Joined("job-7", "r1", 1, forks))
-        assert joins(f) == [True]
-        assert f.runner.asked == [("zygote", False)]
+@warm
+async def test_nobody_hears_of_its_zygote_once_it_has_workers(f: Fixture) -> None:
+    f.driver.post(Joined("job-7", "r1", 1))
+    f.driver.post(LINE)
+    f.runner.tell(READY)
+    assert joins(f) == [True]
 
 
-@pytest.mark.quick
-async def test_nobody_hears_of_its_zygote_once_it_has_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        f.driver.post(Joined("job-7", "r1", 1))
-        f.driver.post(LINE)
-        f.runner.tell(READY)
-        assert f.link.bodies().count("join") == 1
+@warm
+async def test_nobody_hears_of_its_zygote_once_it_has_left_a_round(f: Fixture) -> None:
+    f.driver.post(Joined("job-7", "r1", 1))
+    f.driver.post(LINE)
+    f.driver.post(round_over())
+    f.driver.post(events.WorkersGone(0))
+    assert joins(f) == [True, False]
+    f.runner.tell(READY)
+    assert joins(f) == [True, False]
 
 
-@pytest.mark.quick
-async def test_nobody_hears_of_its_zygote_again_once_it_has_left_a_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async for f in fixture(tmp_path, monkeypatch, zygote=WARM):
-        f.driver.post(Joined("job-7", "r1", 1))
-        f.driver.post(LINE)
-        f.driver.post(
-            RoundOver(
-                "job-7", "r1", 0, RoundEnd(Cause.NODES_JOINED, "n2", broken=False, keep=False)
-            )
-        )
-        f.driver.post(events.WorkersGone(0))
-        assert joins(f) == [True, False]
-        f.runner.tell(READY)
-        assert joins(f) == [True, False]
-
-
-@pytest.mark.quick
 async def test_it_says_once_that_it_has_joined(
     f: Fixture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -217,7 +197,6 @@ async def test_it_says_once_that_it_has_joined(
     assert caplog.text.count("joined job-7 (run r1)") == 1
 
 
-@pytest.mark.quick
 async def test_its_machine_is_asked_again_when_it_wants_to_be(
     f: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,7 +300,6 @@ async def said(f: Fixture, body: str) -> pb.NodeMessage:
     return f.link.said[-1]
 
 
-@pytest.mark.quick
 async def test_a_node_whose_worker_failed_joins_again_when_it_was_found_well(f: Fixture) -> None:
     looked, may_answer = fail(f, "")
     await looked.wait()
@@ -473,12 +451,6 @@ async def test_loopback_is_said_to_be_no_peers_address_among_several_nodes(
 # ---------------------------------------------------------------- a round is a task
 
 
-def ends(round_: int) -> RoundOver:
-    return RoundOver(
-        "job-7", "r1", round_, RoundEnd(Cause.NODE_LOST, "n2 is lost", broken=True, keep=False)
-    )
-
-
 @pytest.fixture
 def opening(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Future[Any]]:
     """The file system's answers when the files of a round are created; the test decides."""
@@ -499,7 +471,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     f.driver.post(LINE)
     await until(lambda: opening)
     opening[0].set_result(((), []))
-    f.driver.post(ends(0))
+    f.driver.post(round_over())
     for _ in range(10):
         await asyncio.sleep(0)
     assert [what for what, *_ in f.runner.asked] == ["stop"]
@@ -511,7 +483,7 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     f.driver.post(LINE)
-    f.driver.post(ends(0))
+    f.driver.post(round_over())
     f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.link.bodies().count("join") == 2)
     assert opening == []
@@ -548,7 +520,7 @@ async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fi
     f.driver.post(LINE)
     await until(lambda: f.runner.asked)
     assert not f.driver.written.is_over(0)
-    f.driver.post(ends(0))
+    f.driver.post(round_over())
     f.runner.tell(events.WorkersGone(0))
     await until(lambda: f.link.bodies().count("join") == 2)
     assert f.driver.written.is_over(0)
@@ -658,7 +630,6 @@ LEAVES = replace(RUNS, leaving=Leaving(LeaveCause.SIGNAL, "its agent received SI
 WAITS = "leaving the job; waiting up to 20 s for 2 workers to exit; a second"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("state", "name", "follows"),
     [

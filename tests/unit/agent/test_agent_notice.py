@@ -34,7 +34,6 @@ from tests.unit.agent.test_agent_machine import (
     SIGTERM,
     Node,
     closed,
-    completed,
     ended,
     exited,
     gone,
@@ -112,13 +111,13 @@ def test_what_has_failed_before_the_notice_is_a_failure() -> None:
 
 def test_without_a_signal_there_is_the_file_alone() -> None:
     node = Node(replace(JOB, notice_signum=0))
-    node.hear(CONNECTED, JOINED, completed())
+    node.hear(CONNECTED, JOINED, line())
     assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY)]
 
 
 def test_the_signal_is_the_one_of_the_launch() -> None:
     node = Node(replace(JOB, notice_signum=10))
-    node.hear(CONNECTED, JOINED, completed())
+    node.hear(CONNECTED, JOINED, line())
     assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY, 10)]
 
 
@@ -128,7 +127,7 @@ def test_the_signal_is_the_one_of_the_launch() -> None:
 @pytest.mark.parametrize(("signum", "grace_ms"), [(15, 0), (10, 5_000), (0, 5_000)])
 def test_at_the_deadline_workers_are_ended(signum: int, grace_ms: int) -> None:
     node = Node(replace(JOB, notice_signum=signum))
-    node.hear(CONNECTED, JOINED, completed(), GIVEN)
+    node.hear(CONNECTED, JOINED, line(), GIVEN)
     late = replace(LEAVES, reason=f"{WHY}; its workers had not exited by the deadline")
     assert node.wait(60_000) == [leave_of("r1", late, None), StopWorkers(0, grace_ms)]
     assert node.phase is Phase.LEAVING
@@ -239,7 +238,7 @@ def test_after_a_lifted_notice_the_node_joins_the_next_round() -> None:
     node = told()
     node.hear(LIFTED, ended())
     assert node.hear(gone()) == [StopStoreHost(0), SayJoin("r1", 0, ())]
-    assert node.hear(completed(1))[0].assignment == line(1)  # type: ignore[union-attr]
+    assert node.hear(line(1))[0].assignment == line(1)  # type: ignore[union-attr]
     assert node.state.notice is None
 
 
