@@ -128,4 +128,5 @@ STORIES = {
     "large": (many_nodes, "job-7"),
     "again": (second_run, "job-7"),
     "failed": (failing, "job-7"),
+    "fenced": (fenced, "job-7"),
 }

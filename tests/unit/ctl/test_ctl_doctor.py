@@ -40,32 +40,25 @@ def found(findings: Iterator[Finding], check: str) -> Finding:
 
 
 @pytest.mark.slow
-def test_an_interpreter_without_torch_is_a_problem_with_its_reason(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "verdict", "said"),
+    [
+        ("#!/bin/sh\necho a banner\necho 2.13.0 8\n", OK, "2.13.0 in {}, 8 GPUs"),
+        ("#!/bin/sh\necho No module named torch >&2\nexit 1\n", PROBLEM, "No module named torch"),
+        ("#!/nowhere/python\n", PROBLEM, "cannot import it: [Errno 2] No such file"),
+        (None, PROBLEM, "is not a program"),
+    ],
+)
+def test_an_interpreter_is_asked_for_its_torch(
+    tmp_path: Path, script: str | None, verdict: Verdict, said: str
+) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "ModuleNotFoundError: No module named torch" >&2\nexit 1\n')
-    python.chmod(0o755)
+    if script is not None:
+        python.write_text(script)
+        python.chmod(0o755)
     finding = doctor.check_torch(str(python))
-    assert finding.verdict is PROBLEM
-    assert "No module named torch" in finding.text
-    assert doctor.check_torch(str(tmp_path / "nowhere")).verdict is PROBLEM
-
-
-def test_an_interpreter_that_cannot_be_started_is_a_problem(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/nowhere/python\n")
-    python.chmod(0o755)
-    finding = doctor.check_torch(str(python))
-    assert finding.verdict is PROBLEM
-    assert "cannot import it: [Errno 2] No such file" in finding.text
-
-
-@pytest.mark.slow
-def test_torch_is_named_with_its_version(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho a banner\necho 2.13.0 8\n")
-    python.chmod(0o755)
-    finding = doctor.check_torch(str(python))
-    assert finding == Finding(OK, "torch", f"2.13.0 in {python}, 8 GPUs")
+    assert (finding.verdict, finding.check) == (verdict, "torch")
+    assert said.format(python) in finding.text
 
 
 @pytest.mark.parametrize(

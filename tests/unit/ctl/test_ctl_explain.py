@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from fake_control import Capture
-from stories import STORIES, crashing, fenced, many_nodes, told
+from stories import STORIES, crashing, told
 
 from rdzv.core.commands import Fail
 from rdzv.core.model import KeptWorker
 from rdzv.core.reason import Reason
 from rdzv.ctl import as_text
 from rdzv.ctl.__main__ import run
-from rdzv.ctl.as_text_story import FIRST, LAST, explain
+from rdzv.ctl.as_text_story import explain
 from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
 from rdzv.view.answers import Event
@@ -61,15 +61,6 @@ async def test_times_of_another_day_have_a_column_of_their_own() -> None:
     day = f"{later.at(of.history[0].unix_ms)[:16]}"
     assert began.startswith(f"  {day}  Run 1 began")
     assert lines[lines.index(began) + 1].startswith((f"  {day}  ", " " * 20))
-
-
-async def test_workers_that_a_fence_has_killed_are_not_live() -> None:
-    of = await told(fenced)
-    text = explain(of.status, of.history, of.page(width=None))
-    assert "n1: it was cut off, and has killed its workers 22 s ago (--fence-after)." in text
-    assert "node left: once, 22 s without training (detecting 22 s)." in text
-    assert "Training took 56 s of 1 min 18 s (at most 71.8%)." in text
-    assert "The rest: detecting 22 s; " in text
 
 
 def started(number: int, *how: str) -> WorkersStarted:
@@ -125,16 +116,6 @@ async def test_a_queued_job_is_queued_and_says_so_once() -> None:
     assert ": needs 2 nodes, none is free." in text.partition("It is queued (for ")[2]
 
 
-async def test_a_long_story_is_summed_up_in_the_middle() -> None:
-    of = await told(crashing)
-    text = explain(of.status, of.history, of.page(width=None))
-    rounds = 21
-    told_each = [number for number in range(rounds) if f"Round {number} is complete" in text]
-    assert told_each == [*range(FIRST), *range(rounds - LAST, rounds)]
-    assert f"Rounds {FIRST} to {rounds - LAST - 1} came and went: worker failure 13 times." in text
-    assert "worker failure: 20 times, 10 s without training (stopping 10 s)." in text
-
-
 async def test_a_history_whose_beginning_is_gone_says_so() -> None:
     of = await told(crashing, limit=30)
     text = explain(of.status, of.history, of.page(width=None))
@@ -157,13 +138,6 @@ async def test_events_of_a_later_version_are_told_as_they_are() -> None:
     text = explain(of.status, (*of.history, later, odd), of.page(width=None))
     assert "n1 sang: la la." in text
     assert "round three came to be." in text
-
-
-async def test_many_nodes_are_counted() -> None:
-    of = await told(many_nodes)
-    text = explain(of.status, of.history, of.page(width=None))
-    names = ", ".join(f"n{number:02}" for number in range(8))
-    assert f"20 workers on {names} and 2 more" in text
 
 
 async def test_hostile_texts_can_not_reach_the_terminal() -> None:

@@ -125,6 +125,16 @@ async def ask(server: Endpoint, credentials: Credentials) -> str:
     raise AssertionError("nobody has that method")
 
 
+def pair(credentials: Credentials) -> tuple[Path, Path]:
+    assert credentials.cert is not None and credentials.key is not None
+    return credentials.cert, credentials.key
+
+
+def put_pair(new: Credentials, old: Credentials) -> None:
+    for path, place in zip(pair(new), pair(old), strict=True):
+        put(path, place)
+
+
 async def test_who_shows_what_is_asked_for_gets_there(files: Files) -> None:
     async with served(files.server()) as server:
         assert await ask(server, files.node("n1")) == "reached"
@@ -151,10 +161,7 @@ async def test_why_a_server_is_not_trusted(
 
 
 async def test_a_nodes_certificate_is_of_no_use_to_a_false_server(files: Files) -> None:
-    node = files.node("127.0.0.1")
-    assert node.cert is not None
-    assert node.key is not None
-    async with served(TlsSettings(node.cert, node.key)) as server:
+    async with served(TlsSettings(*pair(files.node("127.0.0.1")))) as server:
         said = await ask(server, Credentials(files.ca))
         assert "cannot reach rdzvd" in said
 
@@ -205,20 +212,15 @@ async def test_a_certificate_that_was_renewed_is_shown_from_the_next_connection_
 ) -> None:
     stranger = Files(tmp_path / "strangers").node("n1")
     credentials = files.node("n1")
-    assert credentials.cert is not None
-    assert credentials.key is not None
-    assert stranger.cert is not None
-    assert stranger.key is not None
-    good = credentials.cert.read_bytes(), credentials.key.read_bytes()
-    put(stranger.cert, credentials.cert)
-    put(stranger.key, credentials.key)
+    good = [path.read_bytes() for path in pair(credentials)]
+    put_pair(stranger, credentials)
     async with served(files.server()) as server:
         assert "refuses the client" in await ask(server, credentials)
-        credentials.cert.write_bytes(good[0])
-        credentials.key.write_bytes(good[1])
+        for path, content in zip(pair(credentials), good, strict=True):
+            path.write_bytes(content)
         assert await ask(server, credentials) == "reached"
         # A half-renewed one is refused before it is presented.
-        put(stranger.cert, credentials.cert)
+        put(pair(stranger)[0], pair(credentials)[0])
         with pytest.raises(InvalidRequestError, match="does not belong"):
             await ask(server, credentials)
 
@@ -228,16 +230,11 @@ async def test_a_client_that_lives_long_takes_the_renewed_certificate(
 ) -> None:
     credentials = files.node("n1")
     stranger = Files(tmp_path / "strangers").node("n1")
-    assert credentials.cert is not None
-    assert credentials.key is not None
-    assert stranger.cert is not None
-    assert stranger.key is not None
     async with served(files.server()) as server:
         with ControlClient(server, 30, credentials) as client:
             with pytest.raises(RendezvousConnectionError, match="or an older one"):
                 await asyncio.to_thread(client.jobs)  # It was reached.
-            put(stranger.cert, credentials.cert)
-            put(stranger.key, credentials.key)
+            put_pair(stranger, credentials)
             with pytest.raises(RendezvousConnectionError, match="refuses the client"):
                 await asyncio.to_thread(client.jobs)
 

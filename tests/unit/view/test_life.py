@@ -52,14 +52,6 @@ def test_what_is_not_understood_is_kept_as_its_text(name: str, fields: dict[str,
     assert (run.happenings, run.rounds, run.nodes) == ([event], [], {})
 
 
-def test_nothing_is_read_from_a_sentence() -> None:
-    """Text may quote a worker, so it is shown but not believed."""
-    text = "round 3 is charged to worker failure: boom; restarts spent: 9 of 9"
-    (run,) = life.runs_of([Event(0, "r", "RoundSettled", text)])
-    assert not run.rounds
-    assert [event.text for event in run.happenings] == [text]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "message",
