@@ -1,11 +1,18 @@
-"""rdzvctl docs: the pages of the documentation, by name."""
+"""rdzvctl docs shows the pages; docs/rdzvctl.md names all commands, and the flags of no use."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import click
 import pytest
 from fake_control import Capture
 
-from rdzv.ctl.__main__ import run
+from rdzv.ctl import job_request
+from rdzv.ctl.__main__ import rdzvctl, run
+
+TEXT = (Path(__file__).parents[3] / "docs" / "rdzvctl.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["hangs", "hangs.md", "docs/hangs.md", "one-machine"])
@@ -32,3 +39,13 @@ def test_all_pages_are_listed_with_their_titles(capsys: Capture) -> None:
 def test_another_page_is_refused(name: str, remedy: str, capsys: Capture) -> None:
     assert run(["docs", name]) == 1
     assert capsys.readouterr().err == f"rdzvctl: no page is called {name!r}; {remedy}\n"
+
+
+@pytest.mark.parametrize("name", rdzvctl.list_commands(click.Context(rdzvctl)))
+def test_every_command_is_there(name: str) -> None:
+    assert re.search(rf"^\| \[?`{name}\b", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dest", sorted(job_request.REFUSED))
+def test_every_flag_that_is_refused_is_there(dest: str) -> None:
+    assert f"`--{dest.replace('_', '-')}`" in TEXT
