@@ -42,7 +42,7 @@ from rdzv.agent.runner.requests import (
 )
 from rdzv.agent.runner.spawn import NOT_STARTED, Program, reason_of
 from rdzv.agent.runner.system import Alarm, boottime_ms, libc
-from rdzv.agent.runner.worker_links import PROTOCOL, WorkerLink
+from rdzv.agent.runner.worker import PROTOCOL, Worker
 from rdzv.agent.runner.workers import Round
 from rdzv.agent.runner.zygote_process import NEEDS_BYTES
 from tests.support.fake_runner import FakeRunner, NoChildren
@@ -192,28 +192,24 @@ def test_a_socket_that_cannot_be_served_is_left_alone_for_a_while(
 # ---------------------------------------------------------------------- parked workers
 
 
-class Parked:
-    """The link of a parked worker, which a fork of the worker still holds open."""
+class Parked(Worker):
+    """A parked worker, whose link a fork of the worker still holds open."""
 
-    def __init__(self) -> None:
-        self.local_rank, self.pid, self.is_open = 1, 4711, True
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(runner, Round(runner, 0, has_links=True), WorkerSpec(1, (), {}))
         self.child: Any = Child(4711, print, spared=False)
-        self.killed, self.kill_at, self.hurries = False, None, False
-        self.has_left, self.left = None, set[int]()
-
-    def close(self) -> None:
-        self.is_open = False
 
     def exit(self, code: int) -> None:
         self.child.on_exit(self.child, code)
 
 
 @pytest.fixture
-def link(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Parked:
+def link(runner: FakeRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parked]:
     monkeypatch.setattr("rdzv.agent.runner.parked_workers.signal_child", lambda pid, signum: None)
-    made: Any = Parked()
+    made = Parked(runner)
     runner.workers.parked.add(made)
-    return made  # type: ignore[no-any-return]
+    yield made
+    made.close()
 
 
 def look(runner: FakeRunner, *left: int) -> list[bool]:
@@ -263,6 +259,15 @@ def test_a_second_request_to_end_parked_workers_shortens_and_never_lengthens(
         assert link.kill_at - time.monotonic() == pytest.approx(left_s, abs=2.5)
 
 
+def test_the_time_in_which_a_worker_had_to_park_is_not_its_time_to_end(
+    runner: FakeRunner, link: Parked
+) -> None:
+    link.kill_at = time.monotonic()
+    runner.workers.parked.add(link)
+    runner.workers.parked.end(link, 60.0)
+    assert link.kill_at > time.monotonic() + 30
+
+
 def test_that_all_parked_workers_are_gone_is_said_once_for_each_request(
     runner: FakeRunner, link: Parked
 ) -> None:
@@ -274,7 +279,7 @@ def test_that_all_parked_workers_are_gone_is_said_once_for_each_request(
             look(runner)
         assert runner.kinds == ["kept_exited", "kept_gone"]
         runner.events.clear()
-        parked.add(link := Parked())
+        parked.add(link := Parked(runner))
     # One that ends for another reason is no answer to a request that was answered.
     parked.end(link, 5.0)
     link.exit(0)
@@ -483,7 +488,8 @@ class Saving:
     def __init__(self, runner: FakeRunner) -> None:
         self.noted: list[tuple[int, int, Snapshot | None]] = []
         runner.slots.note = lambda *what: self.noted.append(what)
-        self.link = WorkerLink(runner, WorkerSpec(1, (), {}), 0)
+        self.link = Worker(runner, Round(runner, 0, has_links=True), WorkerSpec(1, (), {}))
+        assert self.link.theirs is not None
         self._worker = Channel(self.link.theirs)
 
     def say(self, kind: str, *fds: int, **fields: object) -> None:

@@ -9,7 +9,7 @@ events (agent_link.py, which also says how an agent is replaced); the agent's en
 one object that all parts know.
 
 How a worker is spawned: workers.py, spawn.py. How its exit is detected: child_exits.py. How it is
-killed: killing.py, fence.py. How it is kept between rounds: worker_links.py, parked_workers.py.
+killed: killing.py, fence.py. How it is kept between rounds: worker.py, parked_workers.py.
 Resources that outlive it: snapshot_slots.py, snapshot_copies.py, held_connections.py. How forks of
 the zygote are used: warm_forks.py, zygote_process.py. Frames, and values of them: channel.py,
 frames.py.

@@ -45,8 +45,7 @@ class RequestError(ValueError):
 def decode(kind: type[T], said: object) -> T:
     """Return the value of a frame. A field with a default may be missing; others are ignored.
 
-    Raises:
-        RequestError: a field is missing or has no such value.
+    Raises `RequestError` if a field is missing or has no such value.
     """
     if not isinstance(said, dict):
         raise RequestError(f"expected an object, got {said!r:.80}")

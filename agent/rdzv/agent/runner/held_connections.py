@@ -46,8 +46,7 @@ class HeldConnections:
     def add(self) -> tuple[int, socket.socket]:
         """Make a queue. Returns its number, and the end to send to the worker.
 
-        Raises:
-            OSError: the process that holds the queues cannot be started or does not read.
+        Raises `OSError` if the process that holds the queues cannot be started or does not read.
         """
         if self._holder is None:
             name, program_of = "the process that holds connections", partial(own_program, "--hold")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .child_exits import Child
     from .requests import EndKept
     from .runner import Runner
-    from .worker_links import WorkerLink
+    from .worker import Worker
 
 CHARGED_GRACE_S = 5.0
 """The minimum time that a charged suspect has to raise its exception and write its traceback."""
@@ -37,45 +37,35 @@ class ParkedWorkers:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._links: dict[int, WorkerLink] = {}
-        self._ending: dict[WorkerLink, list[Callable[[], None]]] = {}
-        """Workers that are ending, and the functions to call once they are gone."""
-        self._exited: dict[WorkerLink, HelpersTime] = {}
-        """Workers that have exited, and the time for the processes that they have started."""
+        self._workers: dict[int, Worker] = {}
         self._says_gone = False
         """Whether the agent must be notified once all parked workers are gone."""
         self._look_at: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._links)
+        return bool(self._workers)
 
-    def waiting(self) -> list[WorkerLink]:
-        return [link for link in self._links.values() if link not in self._ending]
+    def waiting(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.then is None]
 
-    def find(self, local_rank: int) -> WorkerLink | None:
+    def find(self, local_rank: int) -> Worker | None:
         """Return the worker with this local_rank, even if it is ending, or None."""
-        return self._links.get(local_rank)
+        return self._workers.get(local_rank)
 
-    def can_go(self, link: WorkerLink) -> bool:
-        return link not in self._ending and link.can_be_kept
+    def add(self, worker: Worker) -> None:
+        assert worker.child is not None
+        self._workers[worker.local_rank] = worker
+        worker.kill_at = None  # The time to park is over.
+        worker.child.on_exit = partial(self._reap, worker)
 
-    def add(self, link: WorkerLink) -> None:
-        assert link.child is not None
-        self._links[link.local_rank] = link
-        link.child.on_exit = partial(self._reap_parked, link)
-
-    def remove(self, link: WorkerLink, on_exit: Callable[[Child, int], None]) -> Child:
-        """Hand a worker over to a round, which handles its exit by `on_exit`."""
-        assert link.child is not None
-        del self._links[link.local_rank]
-        link.child.on_exit = on_exit
-        return link.child
+    def remove(self, worker: Worker) -> None:
+        del self._workers[worker.local_rank]
 
     # ------------------------------------------------------------------ the end
 
     def end(
         self,
-        link: WorkerLink,
+        worker: Worker,
         grace_s: float,
         *,
         charged: bool = False,
@@ -86,20 +76,20 @@ class ParkedWorkers:
         A charged worker ends by raising the exception that it reported. Without a grace period
         there is none for its descendants either.
         """
-        link.hurries = link.hurries or not grace_s
-        if link not in self._ending:
-            self._ending[link] = []
+        worker.hurries = worker.hurries or not grace_s
+        if worker.then is None:
+            worker.then = []
             if charged:
                 grace_s = max(grace_s, CHARGED_GRACE_S)
-                link.release("its collective failed, and no other cause was found")
+                worker.release("its collective failed, and no other cause was found")
             else:
-                link.close()
-                signal_child(link.pid, signal.SIGTERM)
+                worker.close()
+                signal_child(worker.pid, signal.SIGTERM)
         kill_at = time.monotonic() + grace_s
-        if not link.killed and (link.kill_at is None or kill_at < link.kill_at):
-            link.kill_at = kill_at
+        if not worker.killed and (worker.kill_at is None or kill_at < worker.kill_at):
+            worker.kill_at = kill_at
         if then is not None:
-            self._ending[link].append(then)
+            worker.then.append(then)
 
     def handle_end(self, request: EndKept) -> None:
         self.end_all(request.grace_ms / 1000, request.charged)
@@ -111,57 +101,55 @@ class ParkedWorkers:
         """
         self._says_gone = True
         self._look_at = time.monotonic()
-        for link in list(self._links.values()):
-            self.end(link, grace_s, charged=link.local_rank in charged)
+        for worker in list(self._workers.values()):
+            self.end(worker, grace_s, charged=worker.local_rank in charged)
 
-    def _reap_parked(self, link: WorkerLink, child: Child, code: int) -> None:
-        link.close()
-        self._ending.setdefault(link, [])
-        self._exited[link] = HelpersTime({child.pid: code}, (signal.SIGTERM,))
+    def _reap(self, worker: Worker, child: Child, code: int) -> None:
+        worker.close()
+        worker.then = worker.then or []
+        worker.helpers = HelpersTime({child.pid: code}, (signal.SIGTERM,))
         self._look_at = time.monotonic()
         self._runner.agent.emit(
-            "kept_exited", local_rank=link.local_rank, pid=child.pid, **exit_fields(code)
+            "kept_exited", local_rank=worker.local_rank, pid=child.pid, **exit_fields(code)
         )
 
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float | None]:
         yield self._look_at
-        for link in self._ending.keys() - self._exited.keys():
-            yield link.kill_at
+        for worker in self._workers.values():
+            if worker.then is not None and worker.helpers is None:
+                yield worker.kill_at
 
     def do_due(self, now: float) -> None:
+        """Kill workers whose grace period is over, and what exited ones have left behind."""
         self._look_at = None
-        for link in list(self._ending):
-            if link not in self._exited:
-                self._kill_late(link, now)
+        for worker in [worker for worker in self._workers.values() if worker.then is not None]:
+            if worker.helpers is None:
+                self._kill_late(worker, now)
                 continue
             try:
-                helpers = None if link.hurries else self._exited[link]
-                link.left = set(self._runner.children.kill_family(link.has_left, helpers))
+                helpers = None if worker.hurries else worker.helpers
+                worker.left = set(self._runner.children.kill_family(worker.has_left, helpers))
             except OSError:
-                link.left.add(link.pid)  # They will be listed again.
-            if link.left:
+                worker.left.add(worker.pid)  # They will be listed again.
+            if worker.left:
                 self._look_at = now + SWEEP_INTERVAL_S
-            else:
-                self._forget(link)
-        if self._says_gone and not self._links:
+                continue
+            self.remove(worker)
+            for follow in worker.then or ():
+                follow()
+        if self._says_gone and not self._workers:
             self._says_gone = False
             self._runner.agent.emit("kept_gone")
 
-    def _kill_late(self, link: WorkerLink, now: float) -> None:
-        if link.kill_at is None or now < link.kill_at:
+    def _kill_late(self, worker: Worker, now: float) -> None:
+        if worker.kill_at is None or now < worker.kill_at:
             return
-        if not link.killed:
-            link.killed = True
-            link.kill()
-            link.kill_at = now + STUCK_AFTER_S
+        if not worker.killed:
+            worker.killed = True
+            signal_child(worker.pid, signal.SIGKILL)
+            worker.kill_at = now + STUCK_AFTER_S
         else:
-            link.kill_at = None
-            self._runner.agent.emit("stuck", round=link.round, pids=[link.pid])
-
-    def _forget(self, link: WorkerLink) -> None:
-        del self._exited[link]
-        del self._links[link.local_rank]
-        for follow in self._ending.pop(link):
-            follow()
+            worker.kill_at = None
+            self._runner.agent.emit("stuck", round=worker.of.number, pids=[worker.pid])

@@ -39,10 +39,8 @@ def sweep_descendants(timeout_s: float = 2.0) -> list[int]:
 
     Reaps every child that it kills, so no other code can wait for their statuses. Returns the
     processes that remain at the timeout: none can outrun the kill, but one may be stuck in the
-    kernel. Processes whose parents are dead are found only if this process is a subreaper.
-
-    Raises:
-        OSError: the children cannot be listed at the timeout, so some may remain.
+    kernel. Processes whose parents are dead are found only if this process is a subreaper. Raises
+    `OSError` if the children cannot be listed at the timeout, so some may remain.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -67,9 +65,7 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
     Children of processes that are forking at that moment may be missed, as may children of
     processes that cannot be inspected. A caller that repeats this whenever a child of this process
     exits will find them: once their parents have been killed, they become children of this process.
-
-    Raises:
-        OSError: the children cannot be listed, so some may remain.
+    Raises `OSError` if the children cannot be listed, so some may remain.
     """
     found = list_descendants(except_pids)
     family = {os.getpid(), *found}
@@ -81,10 +77,8 @@ def kill_descendants(except_pids: Collection[int] = ()) -> list[int]:
 def kill_below(pid: int, except_pids: Collection[int] = ()) -> list[int]:
     """Send SIGKILL to every descendant of another process. Returns those that have not ended.
 
-    Repeat it until it returns none. That process need not reap them, nor do anything else.
-
-    Raises:
-        OSError: its children cannot be listed, so some may remain.
+    Repeat it until it returns none. That process need not reap them, nor do anything else. Raises
+    `OSError` if its children cannot be listed, so some may remain.
     """
     found = descendants_of(children_of(pid), except_pids)
     family = {pid, *found}
@@ -115,9 +109,7 @@ def children_of(pid: int) -> list[int]:
 
     The list is exact for the calling process if it is single-threaded, because nothing else reaps
     its children. For other processes, some children may be missing while their siblings exit.
-
-    Raises:
-        OSError: the process cannot be inspected, so it may have any number of children.
+    Raises `OSError` if the process cannot be inspected, so it may have any number of children.
     """
     children: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
@@ -201,10 +193,8 @@ def mark_of(pid: int) -> int | None:
     """Return the mark that a process was given or has inherited, or None if it has none or is dead.
 
     Only the kernel is asked: reading a process's memory, such as its environment, would block for
-    as long as a job likes, if it has mapped a file of its own making there.
-
-    Raises:
-        OSError: the process is gone, or there is a lack of resources.
+    as long as a job likes, if it has mapped a file of its own making there. Raises `OSError` if the
+    process is gone, or there is a lack of resources.
     """
     if _stat_of(pid)[0] in (b"Z", b"X"):
         return None
@@ -263,10 +253,7 @@ def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | Non
     """Return one of `endpoints` to which a process has a live TCP connection, or None.
 
     A connection that either side has shut down is not live. A host name matches any of its
-    addresses.
-
-    Raises:
-        OSError: the process cannot be inspected.
+    addresses. Raises `OSError` if the process cannot be inspected.
     """
     inodes = _socket_inodes(pid)
     if not inodes or not endpoints:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PROTOCOL_VERSION = 4
-"""The version of the requests and events. An agent adopts only runners of its own version."""
+"""The version of the requests, the events and the state that runners keep for the next agent.
+
+An agent adopts only runners of its own version.
+"""
 
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_SPARE_FORKS = 1024

@@ -97,7 +97,7 @@ class Runner:
             now = time.monotonic()
             for call in self.loop.due(now):
                 self._attempt(call)
-            for part in (self.forks, self.workers, self.slots):
+            for part in (self.forks, self.workers):
                 self._attempt(partial(part.do_due, now))
             # Done at the end of a turn, so that workers requested together are forked together.
             self._attempt(self.forks.fork_wanted)
@@ -127,7 +127,7 @@ class Runner:
     def _timeout_s(self) -> float | None:
         if self.killing.goes_on:
             return SWEEP_INTERVAL_S
-        parts = (self.workers, self.slots, self.forks)
+        parts = (self.workers, self.forks)
         times = [at for part in parts for at in part.wake_times() if at is not None]
         return max(min(times) - time.monotonic(), 0.0) if times else None
 

@@ -91,9 +91,7 @@ def acting_as(identity: Identity | None) -> Iterator[None]:
     Affects only the calling thread, and only file access: no process of that account may signal or
     trace this one in the meantime. Never await inside the block, because other code would then run
     with these rights. Blocks can be nested: leaving the inner one restores the outer one's account.
-
-    Raises:
-        PermissionError: this process is not root.
+    Raises `PermissionError` if this process is not root.
     """
     if identity is None:
         yield

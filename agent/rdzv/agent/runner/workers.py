@@ -6,7 +6,7 @@ the workers alone, with a grace period while any of them is running; a short tim
 have started may end by itself; and then SIGKILL for every descendant until none remains
 (killing.py).
 
-A stop with `keep_s` asks workers that can be kept (worker_links.py) to park instead. The round ends
+A stop with `keep_s` asks workers that can be kept (worker.py) to park instead. The round ends
 when each worker is gone or parked. Parked workers remain, with their descendants, and wait for the
 next round (parked_workers.py).
 """
@@ -22,9 +22,9 @@ from .child_exits import exit_fields
 from .frames import RequestError
 from .parked_workers import ParkedWorkers
 from .processes import signal_child
-from .spawn import Program, reason_of
+from .spawn import reason_of
 from .warm_forks import WarmStart
-from .worker_links import LINK_VARIABLE, WorkerLink
+from .worker import LINK_VARIABLE, Worker
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ class Round:
         self.has_links = has_links
         self.pids: dict[int, int] = {}
         """The pids of the workers that have been started, by local_rank."""
-        self.running: set[int] = set()
-        """The pids of the workers that have not exited."""
+        self.workers: dict[int, Worker] = {}
+        """The workers that have not exited, by pid."""
         self.exited: dict[int, int] = {}
         """The exit codes, negative for a signal, of the workers that have exited, by pid; processes
         that they have started may remain.
         """
-        self.links: dict[int, WorkerLink] = {}
-        """The links of the running workers, by pid."""
         self.failed = False
         """Whether a worker of the round could not be started."""
         self.signals_sent: set[int] = set()
@@ -65,50 +63,40 @@ class Round:
         """Whether the round has reached the fence."""
         self.keeps = False
         """Whether parked workers remain when the round ends."""
-        self._killed: set[int] = set()
-        """The pids of the workers that were killed before the others."""
 
-    def add(self, child: Child, link: WorkerLink | None) -> None:
-        self.running.add(child.pid)
-        if link is not None:
-            link.child = child
-            self.links[child.pid] = link
-
-    def forget(self, child: Child) -> bool:
+    def forget(self, worker: Worker) -> bool:
         """Remove a worker that has exited. Returns whether it exited by itself.
 
         It did if it received nothing but the request to park, and still had time to do so.
         """
-        self.running.discard(child.pid)
-        link = self.links.pop(child.pid, None)
-        if link is not None:
-            link.read()  # It may have parked or reported a failure before it was killed.
-            link.close()
-        if self.notified_by is not None or child.pid in self._killed:
+        self.workers.pop(worker.pid, None)
+        worker.read()  # It may have parked or reported a failure before it was killed.
+        worker.close()
+        if self.notified_by is not None or worker.killed:
             return False
         if self.kill_at is None:
             return self.has_links
-        if link is None or link.kill_at is None or link.parked is not None:
+        if worker.kill_at is None or worker.parked is not None:
             return False
-        return self.keeps and time.monotonic() < link.kill_at
+        return self.keeps and time.monotonic() < worker.kill_at
 
     @property
     def is_to_be_killed(self) -> bool:
         """Whether a stop was requested, and its grace is over or no worker still needs it."""
         if self.kill_at is None:
             return False
-        return time.monotonic() >= max(self._deadlines().values(), default=0.0)
+        return time.monotonic() >= max((at for _, at in self._deadlines()), default=0.0)
 
-    def _deadlines(self) -> dict[int, float]:
-        """Return the times at which workers that have not parked are killed, by pid."""
+    def _deadlines(self) -> list[tuple[Worker, float]]:
+        """Return the workers that have not parked, and when each is killed."""
         if self.kill_at is None:
-            return {}
-        deadlines = dict.fromkeys(self.running, self.kill_at)
-        for link in self.links.values():
-            if link.kill_at is not None:
-                deadlines[link.pid] = 0.0 if link.stuck_in else link.kill_at
-        for link in self.parked():
-            del deadlines[link.pid]
+            return []
+        parked, deadlines = self.parked(), []
+        for worker in self.workers.values():
+            at = self.kill_at if worker.kill_at is None else worker.kill_at
+            if worker not in parked:
+                stuck = worker.kill_at is not None and worker.stuck_in
+                deadlines.append((worker, 0.0 if stuck else at))
         return deadlines
 
     # ------------------------------------------------------------------ parking
@@ -117,71 +105,71 @@ class Round:
         if self.kill_at is not None:
             return  # It is already ending. A later stop keeps no more workers than the first.
         self.keeps = True
-        for link in self.links.values():
-            if link.local_rank in not_kept:
-                self._kill(link.pid)
-                link.close()
-            elif link.can_be_kept or link.hung_up:
-                link.kill_at = time.monotonic() + keep_s
-                if link.parked is None:
-                    link.ask_to_park()
+        for worker in self.workers.values():
+            if worker.local_rank in not_kept and worker.is_linked:
+                self._kill(worker)
+                worker.close()
+            elif worker.can_be_kept or worker.hung_up:
+                worker.kill_at = time.monotonic() + keep_s
+                if worker.parked is None:
+                    worker.ask_to_park()
 
     def parking(self) -> set[int]:
-        return {link.pid for link in self.links.values() if link.kill_at is not None}
+        return {pid for pid, worker in self.workers.items() if worker.kill_at is not None}
 
-    def parked(self) -> list[WorkerLink]:
+    def parked(self) -> list[Worker]:
         if not self.keeps:
             return []
-        return [link for link in self.links.values() if link.parked is not None and link.is_open]
+        workers = self.workers.values()
+        return [worker for worker in workers if worker.parked is not None and worker.is_open]
 
     def keep_none(self) -> set[int]:
         """Stop keeping workers. Returns the pids of those that have parked or were asked to."""
         self.keeps = False
         parking = set()
-        for link in self.links.values():
-            if link.kill_at is not None or link.parked is not None:
-                parking.add(link.pid)
-                link.kill_at = None
-                link.close()
+        for pid, worker in self.workers.items():
+            if worker.kill_at is not None or worker.parked is not None:
+                parking.add(pid)
+                worker.kill_at = None
+                worker.close()
         return parking
 
     def verify_parked(self) -> None:
-        for link in self.parked():
-            if to := link.connected_to():
-                link.close()
-                self._report_not_kept(link, f"it has parked, but is still connected to {to}")
+        for worker in self.parked():
+            if to := worker.connected_to():
+                worker.close()
+                self._report_not_kept(worker, f"it has parked, but is still connected to {to}")
 
     # ------------------------------------------------------------------ time
 
     def wake_times(self) -> Iterator[float]:
-        for pid, at in self._deadlines().items():
-            if pid not in self._killed:
+        for worker, at in self._deadlines():
+            if not worker.killed:
                 yield at
 
     def kill_late(self, now: float) -> None:
         """Kill workers that missed the deadline to park, or to exit while others may still park."""
         if not self.keeps:
             return
-        for link in self.links.values():
-            if link.kill_at is not None and not link.is_open and not link.hung_up:
+        for worker in self.workers.values():
+            if worker.kill_at is not None and not worker.is_open and not worker.hung_up:
                 # It can no longer report that it has parked. If it has hung up, it is exiting.
-                link.kill_at = None
-                signal_child(link.pid, signal.SIGTERM)
-        for pid, at in self._deadlines().items():
-            if now >= at and pid not in self._killed:
-                self._kill(pid)
-                link_of = self.links.get(pid)
-                if link_of is not None and link_of.kill_at is not None:
-                    place = link_of.stuck_in
+                worker.kill_at = None
+                signal_child(worker.pid, signal.SIGTERM)
+        for worker, at in self._deadlines():
+            if now >= at and not worker.killed:
+                self._kill(worker)
+                if worker.kill_at is not None:
+                    place = worker.stuck_in
                     why = f"it waits in {place} for an operation that gloo has lost"
-                    self._report_not_kept(link_of, why if place else "it did not park in time")
+                    self._report_not_kept(worker, why if place else "it did not park in time")
 
-    def _kill(self, pid: int) -> None:
-        self._killed.add(pid)
-        signal_child(pid, signal.SIGKILL)
+    def _kill(self, worker: Worker) -> None:
+        worker.killed = True
+        signal_child(worker.pid, signal.SIGKILL)
 
-    def _report_not_kept(self, link: WorkerLink, reason: str) -> None:
-        fields = {"local_rank": link.local_rank, "pid": link.pid, "reason": reason}
+    def _report_not_kept(self, worker: Worker, reason: str) -> None:
+        fields = {"local_rank": worker.local_rank, "pid": worker.pid, "reason": reason}
         self._runner.agent.emit("not_kept", round=self.number, **fields)
 
 
@@ -211,32 +199,39 @@ class Workers:
         self._runner.forks.restarts.begin_round(len(request.workers))
         new = []
         for spec in request.workers:
-            link = self.parked.find(spec.local_rank)
-            if link is None:
+            worker = self.parked.find(spec.local_rank)
+            if worker is None:
                 new.append(spec)
-            elif keep is not None and spec.local_rank in keep.kept and self.parked.can_go(link):
-                self._keep(started, spec, keep, link)
+            elif (
+                keep is not None
+                and spec.local_rank in keep.kept
+                and worker.then is None
+                and worker.can_be_kept
+            ):
+                self._keep(started, spec, keep, worker)
             else:
-                self._replace(started, spec, keep, link)
+                self._replace(started, spec, keep, worker)
         self._start_new(started, new)
 
-    def _keep(self, started: Round, spec: WorkerSpec, keep: KeepSpec, link: WorkerLink) -> None:
-        child = self.parked.remove(link, partial(self.end_worker, started, spec))
-        link.go(spec, started.number, keep.source, keep.step)
-        started.add(child, link)
-        self.report_start(started, spec, "kept", child)
+    def _keep(self, started: Round, spec: WorkerSpec, keep: KeepSpec, worker: Worker) -> None:
+        assert worker.child is not None
+        self.parked.remove(worker)
+        worker.child.on_exit = partial(self.end_worker, worker)
+        worker.go(started, spec, keep)
+        self.report_start(worker, "kept", worker.child)
 
     def _replace(
-        self, started: Round, spec: WorkerSpec, keep: KeepSpec | None, link: WorkerLink
+        self, started: Round, spec: WorkerSpec, keep: KeepSpec | None, worker: Worker
     ) -> None:
         def start() -> None:
             if self.round is started and started.kill_at is None:
                 self._start_new(started, [spec])
 
         if keep is None:
-            self.parked.end(link, 0.0, then=start)
+            self.parked.end(worker, 0.0, then=start)
         else:
-            self.parked.end(link, keep.grace_s, charged=spec.local_rank in keep.charged, then=start)
+            charged = spec.local_rank in keep.charged
+            self.parked.end(worker, keep.grace_s, charged=charged, then=start)
 
     def _start_new(self, started: Round, specs: Sequence[WorkerSpec]) -> None:
         self._start_cold(started, [spec for spec in specs if not spec.warm])
@@ -259,28 +254,21 @@ class Workers:
 
     def _start_worker(self, started: Round, spec: WorkerSpec) -> None:
         name = f"round {started.number}: the worker of local_rank {spec.local_rank}"
-        link = None
+        worker = None
         try:
-            link = self.new_link(started, spec)
+            worker = Worker(self._runner, started, spec)
             child = self._runner.children.start(
                 name,
-                self._runner.forks.restarts.watched(_program_of(spec, link)),
-                partial(self.end_worker, started, spec),
-                on_run=partial(self.report_start, started, spec, "cold"),
+                self._runner.forks.restarts.watched(worker.program()),
+                partial(self.end_worker, worker),
+                on_run=partial(self.report_start, worker, "cold"),
             )
         except OSError as error:
-            if link is not None:
-                link.close()
+            if worker is not None:
+                worker.close()
             self.fail_start(started, spec, f"{name} cannot be forked: {reason_of(error)}")
             return
-        finally:
-            if link is not None:
-                link.theirs.close()
-        started.add(child, link)
-
-    def new_link(self, started: Round, spec: WorkerSpec) -> WorkerLink | None:
-        """Create a worker's link, or return None if its round has no links. May raise `OSError`."""
-        return WorkerLink(self._runner, spec, started.number) if started.has_links else None
+        worker.begin(child)
 
     def start_cold_instead(self, starts: Sequence[WarmStart], reason: str) -> None:
         workers = [start for start in starts if isinstance(start, WarmWorker)]
@@ -299,12 +287,13 @@ class Workers:
 
     # ------------------------------------------------------------------ what becomes of them
 
-    def report_start(self, started: Round, spec: WorkerSpec, how: str, child: Child) -> None:
+    def report_start(self, worker: Worker, how: str, child: Child) -> None:
         """Report that a worker is running; `how` is kept, warm or cold."""
-        started.pids[spec.local_rank] = child.pid
+        started, local_rank = worker.of, worker.local_rank
+        started.pids[local_rank] = child.pid
         fields = {"how": how} if started.has_links else {}
         self._runner.agent.emit(
-            "started", round=started.number, local_rank=spec.local_rank, pid=child.pid, **fields
+            "started", round=started.number, local_rank=local_rank, pid=child.pid, **fields
         )
         if started.notified_by is not None:
             signal_child(child.pid, started.notified_by)
@@ -319,17 +308,18 @@ class Workers:
                 "start_failed", round=failed.number, local_rank=spec.local_rank, reason=reason
             )
 
-    def end_worker(self, of: Round, spec: WorkerSpec, child: Child, code: int) -> None:
-        by_itself = of.forget(child)
+    def end_worker(self, worker: Worker, child: Child, code: int) -> None:
+        of = worker.of
+        by_itself = of.forget(worker)
         if child.failure:
-            self.fail_start(of, spec, child.failure)
+            self.fail_start(of, worker.spec, child.failure)
             return
         of.exited[child.pid] = code
         fields = {"by_itself": True} if by_itself else {}
         self._runner.agent.emit(
             "exited",
             round=of.number,
-            local_rank=spec.local_rank,
+            local_rank=worker.local_rank,
             pid=child.pid,
             **exit_fields(code),
             age_ms=0,
@@ -373,7 +363,7 @@ class Workers:
         told = parking
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
-            told = stopping.running - (stopping.parking() if keep else set())
+            told = stopping.workers.keys() - (stopping.parking() if keep else set())
         for pid in told:
             signal_child(pid, signum)
 
@@ -388,7 +378,7 @@ class Workers:
         told.signals_sent.add(signum)
         told.notified_by = signum
         warm = {start.child.pid for start in self._wanted_warm() if start.child is not None}
-        for pid in told.running - warm - self._runner.children.launching():
+        for pid in told.workers.keys() - warm - self._runner.children.launching():
             signal_child(pid, signum)
 
     # ------------------------------------------------------------------ the end
@@ -406,22 +396,22 @@ class Workers:
         held = self.round
         if self._runner.loop.shutting_down or held is None or not held.keeps:
             return False
-        links = [*held.parked(), *self.parked.waiting()]
+        workers = [*held.parked(), *self.parked.waiting()]
         if self._runner.children.is_known(pid):
-            return any(link.pid == pid for link in links)
-        return any(link.owns(pid) for link in links)
+            return any(worker.pid == pid for worker in workers)
+        return any(worker.owns(pid) for worker in workers)
 
     def end_round(self) -> None:
         if self.round is None:
             return
         ended, self.round = self.round, None
-        for link in ended.parked():
-            self.parked.add(link)
+        for worker in ended.parked():
+            self.parked.add(worker)
         self._runner.fence.check()
         self._emit_gone(ended.number)
 
     def _emit_gone(self, number: int) -> None:
-        kept = [link.describe() for link in self.parked.waiting()]
+        kept = [worker.describe() for worker in self.parked.waiting()]
         self._runner.agent.emit("gone", round=number, **({"kept": kept} if kept else {}))
 
     # ------------------------------------------------------------------ time
@@ -445,6 +435,8 @@ class WarmWorker(WarmStart):
         self._runner = runner
         self.of = of
         self.spec = spec
+        self._worker: Worker | None = None
+        """The worker that the last fork has been ordered to become."""
         self._ordered_at = 0.0
 
     @property
@@ -452,24 +444,26 @@ class WarmWorker(WarmStart):
         return self.of.kill_at is None
 
     def send_order(self, fork: Fork, child: Child) -> None:
-        link = self._runner.workers.new_link(self.of, self.spec)
-        self.of.add(child, link)
+        self._worker = worker = Worker(self._runner, self.of, self.spec)
         self._ordered_at = time.monotonic()
-        names = ("argv", "env", "cwd", "cpus", "stdout", "stderr")
+        names = ("argv", "cwd", "cpus", "stdout", "stderr")
         order = {name: getattr(self.spec, name) for name in names}
         zygote = self._runner.forks.zygote.spec
         assert zygote is not None
-        order |= {"given": zygote.env, "parent": os.getpid()}
+        order |= {"env": worker.environ(), "given": zygote.env, "parent": os.getpid()}
         order |= {"watch": self._runner.forks.restarts.report_to}
-        if link is None:
-            fork.send_order(order, (0, 1, 2))
-            return
-        with link.theirs:
-            order |= {"env": link.environ(self.spec.env), "link_variable": LINK_VARIABLE}
-            fork.send_order(order, (0, 1, 2, link.theirs.fileno()))
+        fds = [0, 1, 2]
+        if worker.theirs is not None:
+            order |= {"link_variable": LINK_VARIABLE}
+            fds.append(worker.theirs.fileno())
+        try:
+            fork.send_order(order, fds)
+        finally:
+            worker.begin(child)
 
     def take_running(self, child: Child) -> None:
-        self._runner.workers.report_start(self.of, self.spec, "warm", child)
+        assert self._worker is not None
+        self._runner.workers.report_start(self._worker, "warm", child)
 
     def take_failure(self, reason: str) -> bool:
         """Begin to kill the round: a cold start would fail as well."""
@@ -477,27 +471,11 @@ class WarmWorker(WarmStart):
         return True
 
     def take_exit(self, child: Child, code: int) -> None:
+        assert self._worker is not None
         if self.is_wanted and not self.of.exited:  # Otherwise another's exit may be the cause.
             self._runner.forks.restarts.note_exit(child, code, self._ordered_at)
-        self._runner.workers.end_worker(self.of, self.spec, child, code)
+        self._runner.workers.end_worker(self._worker, child, code)
 
     def forget(self, child: Child) -> None:
-        self.of.forget(child)
-
-
-def _program_of(spec: WorkerSpec, link: WorkerLink | None) -> Program:
-    env, fds = spec.env, []
-    if link is not None:
-        fds.append(link.theirs.fileno())
-        env = link.environ(env, fd=fds[0])
-    return Program(
-        argv=spec.argv,
-        env=env,
-        pass_fds=fds,
-        cwd=spec.cwd,
-        shares_stdin=True,
-        stdout=spec.stdout,
-        stderr=spec.stderr,
-        cpus=spec.cpus,
-        identity=spec.identity,
-    )
+        if self._worker is not None and self._worker.child is child:
+            self.of.forget(self._worker)

@@ -1,4 +1,4 @@
-"""The links to the workers, which show which workers can be kept or have parked.
+"""A worker, and the link to it, which shows whether it can be kept or has parked.
 
 RDZV_WORKER_LINK gives a worker the descriptor of its end of the link, a Unix stream socket. Both
 directions carry frames as defined in channel.py. Frames from the worker, of at most 64 KiB each:
@@ -52,18 +52,21 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from .channel import Channel, MalformedFrameError
+from .channel import Link
 from .frames import Number, RequestError, Small, Text, decode
 from .processes import live_connection, mark_of, new_mark, session_of
 from .requests import MAX_SHARDS, MAX_SLOT_BYTES, Snapshot
+from .spawn import Program
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from .child_exits import Child
-    from .requests import WorkerSpec
+    from .killing import HelpersTime
+    from .requests import KeepSpec, WorkerSpec
     from .runner import Runner
+    from .workers import Round
 
 LINK_VARIABLE = "RDZV_WORKER_LINK"
 """The environment variable that names the descriptor of a worker's link."""
@@ -78,7 +81,6 @@ SNAPSHOTS_VARIABLE = "RDZV_SNAPSHOTS"
 """The environment variable that is set if this runner handles `reserve`."""
 
 PROTOCOL = 1
-MAX_FRAME_BYTES = 64 << 10
 MAX_FRAMES = 64
 """The maximum number of frames, not counting `saved`, from a worker between two `go`."""
 MAX_SAVED_A_SECOND = 200
@@ -136,53 +138,88 @@ class Reserve:
     copies: bool = False
 
 
-class WorkerLink:
-    """A worker and the runner's end of its link."""
+class Worker:
+    """A worker process, from its start until nothing is left of it, whether it is kept or not."""
 
-    def __init__(self, runner: Runner, spec: WorkerSpec, round_: int) -> None:
-        """Create the link for a worker that is about to be started. May raise `OSError`.
+    def __init__(self, runner: Runner, of: Round, spec: WorkerSpec) -> None:
+        """Make a worker that is about to be started, and its link if it may be kept.
 
-        `theirs` is the other end, which must be closed once the worker has it.
+        Call `begin` once it has its end of the link, or else `close`. May raise `OSError`.
         """
         self._runner = runner
-        self._loop = runner.loop
-        self._queue: int | None = None
-        """The number of the queue for its connections."""
+        self.of = of
+        """The round in which it takes part, or took part most recently."""
+        self.spec = spec
         self.local_rank = spec.local_rank
         self.mark = new_mark(spec.env.get(RUNNER_VARIABLE, str(os.getpid())))
-        self.round = round_
-        """The round in which the worker is taking part, or took part most recently."""
         self.child: Child | None = None
         self.parked: Parked | None = None
         self.stuck_in = ""
-        """Where the worker reports being stuck, so that it cannot park; otherwise an empty string.
-        """
+        """Where it reports being stuck, so that it cannot park; otherwise an empty string."""
         self.kill_at: float | None = None
-        """When the worker will be killed; None unless it was asked to park or to end."""
+        """When it will be killed; None unless it was asked to park or to end."""
         self.killed = False
-        self.hurries = False
-        """Whether the processes that it has started are killed as soon as it has exited."""
         self.hung_up = False
         """Whether a worker that could be kept has closed its end, as it does when it exits."""
+        self.then: list[Callable[[], None]] | None = None
+        """What follows once it and its descendants are gone; None unless it is parked and ends."""
+        self.helpers: HelpersTime | None = None
+        """The time for the processes that it has started; None unless it was parked and exited."""
+        self.hurries = False
+        """Whether those are killed as soon as it has exited."""
         self.left: set[int] = set()
-        """The pids of the processes that the worker left behind when it exited."""
-        self._store = _store_of(spec)
+        """The pids of those that it left behind when it exited."""
+        self._queue: int | None = None
+        """The number of the queue for its connections."""
         self._hello = False
         self._suspected = False
         self._resumed = False
         self._frames = 0
         self._saved: tuple[int, int] = (0, 0)
-        """The second in which the last `saved` frame arrived, and the number of such frames in that
-        second.
-        """
-        ours, self.theirs = socket.socketpair()
-        self._channel = Channel(ours, takes_fds=False, max_bytes=MAX_FRAME_BYTES)
-        try:
-            self._loop.watch(self._channel.fileno(), self.read)
-        except OSError:
-            ours.close()
+        """The second in which the last `saved` frame arrived, and how many did in that second."""
+        self.theirs: socket.socket | None = None
+        """The worker's end of the link, until it has it."""
+        self._link: Link | None = None
+        if of.has_links:
+            ours, self.theirs = socket.socketpair()
+            self._link = Link(runner.loop, ours, self._receive, self._note_end)
+            try:
+                self._link.watch()
+            except OSError:
+                self.close()
+                raise
+
+    def program(self) -> Program:
+        """Return the program of a worker that is started cold."""
+        spec, env, fds = self.spec, self.environ(), []
+        if self.theirs is not None:
+            fds.append(self.theirs.fileno())
+            env = {**env, LINK_VARIABLE: str(fds[0])}
+        return Program(
+            argv=spec.argv,
+            env=env,
+            pass_fds=fds,
+            cwd=spec.cwd,
+            shares_stdin=True,
+            stdout=spec.stdout,
+            stderr=spec.stderr,
+            cpus=spec.cpus,
+            identity=spec.identity,
+        )
+
+    def environ(self) -> Mapping[str, str]:
+        """Return its environment, except for the descriptor of its link."""
+        if self._link is None:
+            return self.spec.env
+        return {**self.spec.env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1"}
+
+    def begin(self, child: Child) -> None:
+        """Become this process, in the current round."""
+        self.child = child
+        self.of.workers[child.pid] = self
+        if self.theirs is not None:
             self.theirs.close()
-            raise
+            self.theirs = None
 
     @property
     def pid(self) -> int:
@@ -190,6 +227,7 @@ class WorkerLink:
         return self.child.pid
 
     def owns(self, pid: int) -> bool:
+        """Return whether a child that the runner inherited was started by this worker."""
         if session_of(pid) == self.pid:
             return True
         with suppress(OSError):
@@ -200,24 +238,22 @@ class WorkerLink:
         """Like `owns`, but also true of dying processes, whose session and mark are gone."""
         return pid in self.left or self.owns(pid)
 
-    def kill(self) -> None:
-        assert self.child is not None
-        with suppress(OSError):
-            self.child.kill()
+    @property
+    def is_linked(self) -> bool:
+        """Whether it has had a link."""
+        return self._link is not None
 
     @property
     def is_open(self) -> bool:
-        return self._channel.fileno() >= 0
+        """Whether both ends of its link are open, as far as known."""
+        return self._link is not None and self._link.is_open
 
     @property
     def can_be_kept(self) -> bool:
         return self._hello and self.is_open
 
-    def environ(self, env: Mapping[str, str], *, fd: int | None = None) -> dict[str, str]:
-        link = {} if fd is None else {LINK_VARIABLE: str(fd)}
-        return {**env, MARK_VARIABLE: str(self.mark), SNAPSHOTS_VARIABLE: "1", **link}
-
     def describe(self) -> dict[str, object]:
+        """Return the parked worker as `gone` has it."""
         assert self.parked is not None
         fields = asdict(self.parked)
         del fields["connections"]
@@ -229,8 +265,11 @@ class WorkerLink:
         A worker that cannot be inspected counts as connected.
         """
         assert self.parked is not None
+        env, ends = self.spec.env, [*self.parked.connections]
+        with suppress(KeyError, ValueError):
+            ends.append((env["MASTER_ADDR"], int(env["MASTER_PORT"])))
         try:
-            found = live_connection(self.pid, [*self._store, *self.parked.connections])
+            found = live_connection(self.pid, ends)
         except (OSError, ValueError, LookupError) as error:
             return f"something that cannot be inspected: {error}"
         return "" if found is None else f"{found[0]}:{found[1]}"
@@ -238,64 +277,59 @@ class WorkerLink:
     # ------------------------------------------------------------------ to the worker
 
     def ask_to_park(self) -> None:
-        self._send({"type": "round_over", "round": self.round})
+        self.tell("round_over", round=self.of.number)
 
-    def go(self, spec: WorkerSpec, round_: int, source: int | None, step: int | None) -> None:
-        self.round, self.parked, self._store = round_, None, _store_of(spec)
+    def go(self, of: Round, spec: WorkerSpec, keep: KeepSpec) -> None:
+        """Send the parked worker into a round."""
+        self.of, self.spec, self.parked = of, spec, None
         self._suspected = self._resumed = False
-        self.stuck_in = ""
+        self.stuck_in, self._frames = "", 0
         if self._queue is not None:
             self._runner.connections.close(self._queue)  # All the others have left that round, too.
             self._give_queue()
-        self._frames = 0
         # The worker opens its files: closing one may take as long as the job's file system likes.
-        files = {"stdout": spec.stdout, "stderr": spec.stderr}
-        where = {"env": self.environ(spec.env), "source": source, "step": step, **files}
-        self._send({"type": "go", "round": round_, **where})
+        self.tell(
+            "go",
+            round=of.number,
+            env=self.environ(),
+            source=keep.source,
+            step=keep.step,
+            stdout=spec.stdout,
+            stderr=spec.stderr,
+        )
+        of.workers[self.pid] = self
 
     def release(self, reason: str) -> None:
-        self._send({"type": "release", "reason": reason})
+        self.tell("release", reason=reason)
 
     def tell(self, kind: str, fds: Sequence[int] = (), **fields: object) -> None:
-        """Send the worker a frame about snapshots. The link takes ownership of the descriptors."""
-        self._send({"type": kind, **fields}, tuple(fds))
+        """Send a frame, if the link is open. The link takes ownership of the descriptors."""
+        if self._link is not None:
+            self._link.tell({"type": kind, **fields, "fds": len(fds)}, *fds)
 
     def close(self) -> None:
         """Close the link, causing a parked worker to exit. Its connections are held for a while."""
         if self._queue is not None:
             self._runner.connections.close_later(self._queue)
             self._queue = None
-        if self.is_open:
-            self._loop.unwatch(self._channel.fileno())
-            self._channel.close()
-
-    def _send(self, message: Mapping[str, object], fds: tuple[int, ...] = ()) -> None:
-        if not self.is_open:
-            for fd in fds:
-                os.close(fd)
-            return
-        try:
-            self._channel.send({**message, "fds": len(fds)}, *fds)
-            self._loop.watch_channel(self._channel)
-        except (OSError, BufferError, ValueError) as error:
-            self.hung_up = self._hello and isinstance(error, ConnectionError)
-            self.close()
+        if self._link is not None:
+            self._link.close()
+        if self.theirs is not None:
+            self.theirs.close()
 
     # ------------------------------------------------------------------ from the worker
 
     def read(self) -> None:
-        if not self.is_open:
-            return
-        try:
-            self._channel.flush()
-            self._loop.watch_channel(self._channel)
-            self._channel.receive()
-            while self.is_open and (frame := self._channel.next_message()) is not None:
-                self._count(frame)
-                self._take(frame)
-        except (EOFError, OSError, MalformedFrameError, RequestError) as error:
-            self.hung_up = self._hello and isinstance(error, EOFError)
-            self.close()
+        if self._link is not None:
+            self._link.read()
+
+    def _note_end(self, error: Exception) -> None:
+        self.hung_up = self._hello and isinstance(error, EOFError | ConnectionError)
+        self.close()
+
+    def _receive(self, frame: Mapping[str, object]) -> None:
+        self._count(frame)
+        self._take(frame)
 
     def _count(self, frame: Mapping[str, object]) -> None:
         if frame.get("type") == "saved":
@@ -320,7 +354,7 @@ class WorkerLink:
             saved = {**frame, "local_rank": self.local_rank, "copy_of": None}
             snapshot = decode(Snapshot, saved) if "mark" in frame else None
             self._runner.slots.note(self.local_rank, 1 if frame.get("slot") else 0, snapshot)
-        elif self.child is None or not self._hello or frame.get("round") != self.round:
+        elif self.child is None or not self._hello or frame.get("round") != self.of.number:
             return  # It has not sent `hello`, or the frame is from an earlier round.
         elif kind == "suspect" and not self._suspected and self.parked is None:
             self._suspected = True
@@ -338,14 +372,8 @@ class WorkerLink:
         self._queue = None
         with suppress(OSError):
             self._queue, theirs = self._runner.connections.add()
-            self._send({"type": "queue"}, (theirs.detach(),))
+            self.tell("queue", (theirs.detach(),))
 
     def _emit(self, event: str, **fields: object) -> None:
-        who = {"round": self.round, "local_rank": self.local_rank, "pid": self.pid}
+        who = {"round": self.of.number, "local_rank": self.local_rank, "pid": self.pid}
         self._runner.agent.emit(event, **who, **fields)
-
-
-def _store_of(spec: WorkerSpec) -> list[tuple[str, int]]:
-    with suppress(KeyError, ValueError):
-        return [(spec.env["MASTER_ADDR"], int(spec.env["MASTER_PORT"]))]
-    return []
