@@ -178,7 +178,7 @@ def _inputs(dice: random.Random) -> Input:
         return ((kind, _json(dice, {"type": dice.choice(_TOLD), "round": 1, **fields})),)
     if dice.random() < 0.1:
         return (("step", dice.choice((b"12", b"-1", b"\xff", b"9" * 99, "٣".encode(), b" 7\n"))),)
-    return ((kind, _json(dice, _SHAPES.get(kind, {"format": 1, "placement": {"rdzv_id": "j"}}))),)
+    return ((kind, _json(dice, _SHAPES.get(kind, {"placement": {"rdzv_id": "j"}}))),)
 
 
 # ------------------------------------------------------------------------------------ taking

@@ -22,8 +22,6 @@ from rdzv.agent.system.accounts import Account
 from rdzv.core.model import JobSpec, Offer
 from rdzv.structs import struct
 
-FORMAT = 3
-"""Increased whenever another version would misread state kept by this one. Others are refused."""
 PLACEMENT = "placement"
 STATE = "state"
 _T = TypeVar("_T")
@@ -47,12 +45,6 @@ class KeptPlacement:
     """The node's environment for all jobs, as it was when this job began."""
     account: Account | None = None
     """The account under which the job runs, or None for the agent's own."""
-    format: int = FORMAT
-
-
-@struct(frozen=True)
-class _Format:
-    format: int
 
 
 @struct(frozen=True)
@@ -91,17 +83,12 @@ def encode(kept: KeptPlacement | KeptState) -> str:
 
 
 def decode_placement(text: str | None) -> KeptPlacement:
-    """Decode a kept placement.
-
-    Raises:
-        NotAdoptableError: it is missing or damaged, or an agent of another version wrote it.
-    """
-    if (found := _decode(PLACEMENT, text, _Format).format) != FORMAT:
-        raise NotAdoptableError(f"its state has format {found}, and this agent reads {FORMAT}")
+    """Raises `NotAdoptableError` if it is missing or damaged."""
     return _decode(PLACEMENT, text, KeptPlacement)
 
 
 def decode_state(text: str | None) -> KeptState:
+    """Raises `NotAdoptableError` if it is missing or damaged."""
     return _decode(STATE, text, KeptState)
 
 

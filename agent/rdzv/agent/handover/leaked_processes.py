@@ -42,10 +42,8 @@ def kill_leaked(mark: str, timeout_s: float = SWEEP_TIMEOUT_S) -> int:
     """Kill all processes that have a dead runner's mark, and wait until they are gone.
 
     Returns the number of processes. Blocks for some milliseconds. A process that forks in the
-    meantime passes the mark on, so the next scan finds its child.
-
-    Raises:
-        OSError: a process that may have the mark cannot be inspected at the timeout.
+    meantime passes the mark on, so the next scan finds its child. Raises `OSError` if a process
+    that may have the mark cannot be inspected at the timeout.
     """
     deadline, killed = time.monotonic() + timeout_s, set[int]()
     while True:

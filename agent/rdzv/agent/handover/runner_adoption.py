@@ -100,10 +100,8 @@ class RunnerAdoption:
     async def adopt_runners(self) -> list[AdoptedRunner]:
         """Adopt every runner that can be adopted. If there is one, continue as its instance.
 
-        The other runners are left to their orphan timeout, and the reason is logged.
-
-        Raises:
-            OSError: the directory cannot be written to.
+        The other runners are left to their orphan timeout, and the reason is logged. Raises
+        `OSError` if the directory cannot be written to.
         """
         self._sockets.mkdir(mode=0o700, exist_ok=True)
         former = self._read()

@@ -169,9 +169,8 @@ _RUN_PATH = (
 def check_startable(launch: Launch) -> None:
     """Refuse a launch that cannot work on this node, before anything is started.
 
-    Raises:
-        InvalidRequestError: the folder, script, program or interpreter is missing, or logs cannot
-            be written.
+    Raises `InvalidRequestError` if the folder, script, program or interpreter is missing, or logs
+    cannot be written.
     """
     with acting_as(launch.identity):
         if launch.output.log_dir not in (None, NO_FILES):
@@ -179,7 +178,7 @@ def check_startable(launch: Launch) -> None:
         if launch.snapshot_files is not None:
             _check_folder("--snapshot-dir", launch.snapshot_files.folder)
         if launch.chdir is not None:
-            _check_chdir(launch.chdir)
+            check_chdir(launch.chdir, launch.identity)
         if launch.no_python:
             if not _is_program(launch, launch.script):
                 raise InvalidRequestError(
@@ -203,30 +202,25 @@ def check_startable(launch: Launch) -> None:
 def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
     """Refuse a working directory in which an account's workers cannot start.
 
-    Raises:
-        InvalidRequestError: it does not exist, is not a directory, or cannot be entered.
+    Raises `InvalidRequestError` if it does not exist, is not a directory, or cannot be entered.
     """
-    with acting_as(identity):
-        _check_chdir(chdir)
-
-
-def _check_chdir(chdir: Path) -> None:
     folder = repr(str(chdir))
-    try:
-        mode = chdir.stat().st_mode
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InvalidRequestError(
-            f"the folder {folder} cannot be used on this node ({why}); give one that "
-            "exists on every node"
-        ) from error
-    if not stat.S_ISDIR(mode):
-        raise InvalidRequestError(f"{folder} is not a directory on this node; give one that is")
-    if not os.access(chdir, os.X_OK, effective_ids=True):
-        raise InvalidRequestError(
-            f"the account that jobs run as cannot enter the folder {folder} on this node; "
-            "grant it the permission, or give another folder"
-        )
+    with acting_as(identity):
+        try:
+            mode = chdir.stat().st_mode
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise InvalidRequestError(
+                f"the folder {folder} cannot be used on this node ({why}); give one that "
+                "exists on every node"
+            ) from error
+        if not stat.S_ISDIR(mode):
+            raise InvalidRequestError(f"{folder} is not a directory on this node; give one that is")
+        if not os.access(chdir, os.X_OK, effective_ids=True):
+            raise InvalidRequestError(
+                f"the account that jobs run as cannot enter the folder {folder} on this node; "
+                "grant it the permission, or give another folder"
+            )
 
 
 def _is_program(launch: Launch, name: str) -> bool:
@@ -354,10 +348,8 @@ async def ask_count_devices(
 ) -> int:
     """Count the accelerators that the job's torch sees. `auto` falls back to counting CPUs.
 
-    Source: `determine_local_world_size` in `torch/distributed/run.py`.
-
-    Raises:
-        InvalidRequestError: there are none, or the job's interpreter does not respond.
+    Source: `determine_local_world_size` in `torch/distributed/run.py`. Raises
+    `InvalidRequestError` if there are none, or the job's interpreter does not respond.
     """
     try:
         question = ("-c", _COUNT, kind)

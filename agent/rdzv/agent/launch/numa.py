@@ -82,13 +82,9 @@ def bound_cpus(
     """Return the logical CPUs to bind a worker to, of which there is at least one.
 
     `gpu_pci_addresses` are the job's GPUs on this machine, by CUDA's index; as in torch, all of
-    them count even if there are fewer workers. Without GPUs, the workers are spread over the nodes.
-    Only CPUs in `allowed` are used, which defaults to this process's CPUs. The result depends on
-    nothing else, so workers bound one by one do not collide. `local_rank` is below
-    `local_world_size`.
-
-    Raises:
-        InvalidRequestError: the machine lacks something that the binding requires.
+    them count even if there are fewer workers. Only CPUs in `allowed` are used, by default this
+    process's. The result depends on nothing else, so workers bound one by one do not collide.
+    Raises `InvalidRequestError` if the machine lacks something that the binding requires.
     """
     allowed = os.sched_getaffinity(0) if allowed is None else allowed
     machine = _Machine(sysfs, frozenset(allowed))
@@ -341,17 +337,11 @@ async def visible_gpu_pci_addresses(
 ) -> tuple[str, ...]:
     """Return the PCI addresses of the GPUs visible to workers with this environment, in order.
 
-    Only the CUDA driver can determine them. The order depends on CUDA_DEVICE_ORDER (by default the
-    fastest GPU comes first, unlike in nvidia-smi and NVML), and CUDA_VISIBLE_DEVICES may contain
-    numbers, UUIDs, prefixes of UUIDs, and MIG devices, which have their GPU's address. The driver
-    runs in a separate process with this environment.
-
-    The result is empty if the job has no GPU. If CUDA shows no GPU even though there are some that
-    were not deliberately hidden, that is an error, because a guess would bind workers far from
-    their GPUs.
-
-    Raises:
-        InvalidRequestError: the driver fails or hangs, or shows none of the existing GPUs.
+    Only the CUDA driver knows: the order depends on CUDA_DEVICE_ORDER, and CUDA_VISIBLE_DEVICES may
+    name GPUs in many ways. It runs in a process of its own. The result is empty if the job has no
+    GPU. If CUDA shows none although some were not deliberately hidden, that is an error, because a
+    guess would bind workers far from their GPUs. Raises `InvalidRequestError` if the driver fails
+    or hangs, or shows none of the existing GPUs.
     """
     if environ.get("CUDA_VISIBLE_DEVICES") in HIDES_ALL:
         return ()

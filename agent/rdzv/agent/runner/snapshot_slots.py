@@ -1,7 +1,7 @@
 """Memory for snapshots: two slots per LOCAL_RANK, which outlive workers and agents.
 
 A slot is a memfd whose size is sealed. A worker requests its two slots over its link
-(worker_links.py), writes its state into the two alternately, and reports each snapshot. The runner
+(worker.py), writes its state into the two alternately, and reports each snapshot. The runner
 never reads a slot; it only records the reports for the agent. A worker started later with the same
 LOCAL_RANK gets the same slots. Slots are freed when the runner ends, and have no name by which
 another process could open them.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .requests import HoldSnapshots, Snapshot, SnapshotWatermark, StateMark
     from .runner import Runner
-    from .worker_links import WorkerLink
+    from .worker import Worker
 
 SLOTS = 2
 REPORTS_AT_ONCE = 20
@@ -91,14 +91,12 @@ class SnapshotSlots:
         self._slots: dict[int, Slots] = {}
         self._replaced: dict[int, Slots] = {}
         """Slots that have become too small, kept until the larger ones hold a snapshot."""
-        self._links: dict[int, WorkerLink] = {}
+        self._links: dict[int, Worker] = {}
         self._limit: int | None = None
         self._watermark: SnapshotWatermark | None = None
         self._pinned: StateMark | None = None
         self._reports_left = float(REPORTS_AT_ONCE)
         self._counted_at = time.monotonic()
-        self._tell_at: float | None = None
-        """When to report the changes that no report has shown yet; None if there are none."""
 
     # ------------------------------------------------------------------ the agent's requests
 
@@ -115,11 +113,11 @@ class SnapshotSlots:
         for link in self._links.values():
             self._tell_watermark(link)
 
-    def _tell_watermark(self, link: WorkerLink) -> None:
+    def _tell_watermark(self, link: Worker) -> None:
         if self._watermark is not None:
             link.tell("watermark", **asdict(self._watermark))
 
-    def _tell_pinned(self, link: WorkerLink) -> None:
+    def _tell_pinned(self, link: Worker) -> None:
         link.tell("pinned", mark=None if self._pinned is None else asdict(self._pinned))
 
     def begin_round(self, resume_step: int | None) -> None:
@@ -166,7 +164,7 @@ class SnapshotSlots:
 
     # ------------------------------------------------------------------ the workers' frames
 
-    def give(self, link: WorkerLink, size: int, *, with_copies: bool = False) -> None:
+    def give(self, link: Worker, size: int, *, with_copies: bool = False) -> None:
         """Give a worker slots of at least `size` bytes, or the reason for refusing them.
 
         With 0, the worker gets the slots that already hold data. If its existing slots are too
@@ -282,18 +280,11 @@ class SnapshotSlots:
         if self._reports_left >= 1:
             self._reports_left -= 1
             self._report()
-        elif self._tell_at is None:
-            self._tell_at = now + 1 / REPORTS_A_SECOND
-
-    def wake_times(self) -> Iterator[float | None]:
-        yield self._tell_at
-
-    def do_due(self, now: float) -> None:
-        if self._tell_at is not None and now >= self._tell_at:
-            self._report()
+        elif self._runner.loop.time_of(self._report) is None:
+            self._runner.loop.call_at(now + 1 / REPORTS_A_SECOND, self._report)
 
     def _report(self) -> None:
-        self._tell_at = None
+        self._runner.loop.call_at(None, self._report)
         if self._runner.agent.hears_of_snapshots:
             snapshots = [
                 snapshot

@@ -68,10 +68,8 @@ async def sweep_orphans(timeout_s: float = SWEEP_TIMEOUT_S) -> None:
     Other runners keep running. The workers have died with their runner; what they have started has
     `HELPERS_S` to end by itself, as Python's resource tracker does when it has removed their files
     in /dev/shm. Then this waits until all these processes are gone, but for no longer than
-    `timeout_s`, because one may be stuck in the kernel.
-
-    Raises:
-        OSError: the children cannot be listed, so some may remain.
+    `timeout_s`, because one may be stuck in the kernel. Raises `OSError` if the children cannot be
+    listed, so some may remain.
     """
     kill_from_s = time.monotonic() + HELPERS_S
     deadline_s = kill_from_s + timeout_s
@@ -214,10 +212,8 @@ def connected_pair() -> tuple[socket.socket, socket.socket]:
 
     What else connects two processes lets one of them block the other in the kernel: a Unix socket
     passes descriptors, whose close() may take as long as their sender likes, and the lock of a pipe
-    is held while its writer waits for a page of its own memory.
-
-    Raises:
-        OSError: there is no loopback interface, or there are too few descriptors.
+    is held while its writer waits for a page of its own memory. Raises `OSError` if there is no
+    loopback interface, or there are too few descriptors.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(CONNECT_TIMEOUT_S)

@@ -71,11 +71,7 @@ class StartedRunner:
     """
 
     def __init__(self) -> None:
-        """Start the runner.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start the runner. Raises `OSError` if it cannot be started."""
         self._socket, theirs = socket.socketpair()
         with theirs:
             try:
@@ -166,8 +162,7 @@ class RunnerLink:
     def ask(self, request: Any, *fds: int) -> None:
         """Send a request of runner/requests.py, or a struct with its name and fields.
 
-        Raises:
-            ValueError: it is too large.
+        Raises `ValueError` if it is too large.
         """
         fields = msgspec.to_builtins(request, enc_hook=str)
         self._send({"type": type_of(type(request)), **_portable(fields)}, *fds)

@@ -162,10 +162,8 @@ class Accounts:
     def account_for(self, submitter: str, wanted: str = "") -> Account | None:
         """Return the account for a submitter's job, or None for the agent's own account.
 
-        `wanted` is the account that the job requests. May wait for a directory service.
-
-        Raises:
-            InvalidRequestError: this node has no account for it; the message says what would help.
+        `wanted` is the account that the job requests. May wait for a directory service. Raises
+        `InvalidRequestError` if this node has no account for it; the message says what would help.
         """
         if not self._rules:
             if wanted not in ("", own_account()):
@@ -248,10 +246,7 @@ def name_of(uid: int) -> str:
 def started_as(account: Account | None, chdir: Path | None = None) -> Iterator[dict[str, Any]]:
     """Yield keyword arguments for `subprocess` to start a process under an account.
 
-    They are valid only inside the body.
-
-    Raises:
-        OSError: the account cannot enter the folder.
+    They are valid only inside the body. Raises `OSError` if the account cannot enter the folder.
     """
     if account is None:
         yield {"cwd": chdir}
@@ -275,10 +270,7 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 
     `with_groups` queries a directory service, which may be slow; the account's own files do not
     need its groups. The folder must be inside one of this agent's own folders, or its owner could
-    be anybody.
-
-    Raises:
-        OSError: it does not exist.
+    be anybody. Raises `OSError` if it does not exist.
     """
     found = path.lstat()
     if os.geteuid() != 0 or found.st_uid == 0:
@@ -293,8 +285,7 @@ def identity_of_owner(path: Path, *, with_groups: bool = True) -> Identity | Non
 def open_untrusted(path: str | Path, flags: int, mode: int = 0o600) -> int:
     """Open a regular file in a folder that others may write to. Never blocks on a pipe.
 
-    Raises:
-        OSError: it cannot be opened, or is a link, a pipe, a device or the like.
+    Raises `OSError` if it cannot be opened, or is a link, a pipe, a device or the like.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     fd = os.open(path, flags, mode)

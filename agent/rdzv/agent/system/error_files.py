@@ -88,8 +88,7 @@ def _touch(folder: Path) -> int | None:
 def write_error(path: Path, failure: Failure) -> None:
     """Write the job's root cause for the process that started this agent, as torchrun does.
 
-    Raises:
-        OSError: the file cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
     exit_code = failure.exit_code if failure.signal is None else -failure.signal
     message = {

@@ -53,10 +53,8 @@ def measure(top: Path, now_s: float, identity: Identity | None = None) -> Measur
 def remove_tree(top: Path, identity: Identity | None = None, most: int = MAX_NAMES) -> None:
     """Remove a folder, as far as its account can; its parent is this agent's or the account's.
 
-    A missing folder is not an error.
-
-    Raises:
-        OSError: something is left; this is the first reason.
+    A missing folder is not an error. Raises `OSError` if something is left; this is the first
+    reason.
     """
     with suppress(FileNotFoundError), _Place(top, identity) as place:
         why: OSError | None = None
@@ -152,10 +150,8 @@ def _walk(
     """Yield each entry below an open folder as folder, name and status, then close the folder.
 
     A folder follows its content. With `force`, folders that their account has made inaccessible are
-    also opened. Folders that cannot be entered are still yielded.
-
-    Raises:
-        OSError: a folder was moved in the meantime.
+    also opened. Folders that cannot be entered are still yielded. Raises `OSError` if a folder was
+    moved in the meantime.
     """
     try:
         levels = [_Level("", folder, most)]

@@ -75,10 +75,8 @@ class SideProcess:
     ) -> SideProcess:
         """Start `torch_side.py`; `options` select its task.
 
-        `environ`, `chdir` and `account` are the job's; the defaults are this process's own.
-
-        Raises:
-            OSError: the interpreter cannot be started.
+        `environ`, `chdir` and `account` are the job's; the defaults are this process's own. Raises
+        `OSError` if the interpreter cannot be started.
         """
         ours, theirs = agent_children.connected_pair()
         with theirs:
@@ -109,8 +107,7 @@ class SideProcess:
     async def ready(self, what: str) -> None:
         """Wait until it is ready for its task; `what` is the option that requests the task.
 
-        Raises:
-            InvalidRequestError: it cannot do the task; the message gives the reason.
+        Raises `InvalidRequestError` if it cannot do the task; the message gives the reason.
         """
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):

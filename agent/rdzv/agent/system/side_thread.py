@@ -44,8 +44,7 @@ async def in_time(
 ) -> _R:
     """Call a function as `in_thread` does, but wait at most `within_s`.
 
-    Raises:
-        TimeoutError: the function has not returned in time; its thread is left behind.
+    Raises `TimeoutError` if the function has not returned in time; its thread is left behind.
     """
     call = partial(function, *args, **kwargs)
     return await _within(within_s, asyncio.wrap_future(_begin(call, function.__name__)))
@@ -72,8 +71,7 @@ def no_answer(within_s: float) -> TimeoutError:
 def find_program(name: str) -> str:
     """Return a program's path. May hang.
 
-    Raises:
-        OSError: it does not exist, or cannot be executed.
+    Raises `OSError` if it does not exist, or cannot be executed.
     """
     if (path := shutil.which(name)) is not None:
         return path
@@ -98,10 +96,8 @@ class Aside:
     async def answer(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Call a function, and return its result.
 
-        A cancelled caller leaves the thread behind, which may still exceed its limit.
-
-        Raises:
-            TimeoutError: the call, or an earlier one, has not returned in time.
+        A cancelled caller leaves the thread behind, which may still exceed its limit. Raises
+        `TimeoutError` if the call, or an earlier one, has not returned in time.
         """
         now_s, running = asyncio.get_running_loop().time(), self._running
         self._running = running = {call: at_s for call, at_s in running.items() if not call.done()}

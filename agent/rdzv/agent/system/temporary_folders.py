@@ -36,8 +36,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def make(prefix: str, below: Path | None = None) -> tuple[Path, int]:
     """Create a folder; return it with a descriptor that keeps it locked until closed.
 
-    Raises:
-        OSError: it cannot be created.
+    Raises `OSError` if it cannot be created.
     """
     while True:
         path = Path(tempfile.mkdtemp(prefix=_of_this_machine(prefix), dir=below))

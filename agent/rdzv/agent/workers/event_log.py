@@ -55,20 +55,12 @@ class EventLog:
         """How many events the handler did not receive."""
 
     async def open(self) -> None:
-        """Start the handler's process.
-
-        Raises:
-            InvalidRequestError: torch has no such handler.
-        """
+        """Start the handler. Raises `InvalidRequestError` if torch has no such handler."""
         name = self._launch.event_log.destination
         if name == NO_HANDLER:
             return
-        options = {
-            "role": "events",
-            "name": name,
-            "logs_specs": self._launch.output.logs_specs,
-        }
         launch = self._launch
+        options = {"role": "events", "name": name, "logs_specs": launch.output.logs_specs}
         self._side = await SideProcess.start(
             launch.python,
             options,
@@ -84,9 +76,8 @@ class EventLog:
         if self._side is None:
             return
         side, self._side = self._side, None
-        refused, timeout_s = bool(side.refusal), CLOSE_TIMEOUT_S
-        if not side.has_answered:
-            timeout_s += START_TIMEOUT_S
+        timeout_s = CLOSE_TIMEOUT_S + (0.0 if side.has_answered else START_TIMEOUT_S)
+        refused = bool(side.refusal)
         if not await side.close(timeout_s) and not refused:
             log.warning("the event handler had to be killed; it may have missed events")
         if self.missed:
@@ -149,11 +140,13 @@ class EventLog:
                 exit_code = fate.exit_code if fate.signal is None else -fate.signal
                 error_file = os.fspath(self._error_file(fate.local_rank))
             # Lists with one element, as in torchrun.
-            more["local_rank"] = [fate.local_rank]
-            more["role_rank"] = [fate.role_rank]
-            more["role_world_size"] = [assignment.role_world_size]
-            more["exit_code"] = [exit_code]
-            more["worker_pid"] = [fate.pid if exit_code is not None else None]
+            more |= {
+                "local_rank": [fate.local_rank],
+                "role_rank": [fate.role_rank],
+                "role_world_size": [assignment.role_world_size],
+                "exit_code": [exit_code],
+                "worker_pid": [fate.pid if exit_code is not None else None],
+            }
         if restarts is None:
             restarts = assignment.restarts if assignment else 0
         metadata = {

@@ -126,10 +126,8 @@ def _wait_s(environ: Mapping[str, str]) -> float:
 async def check_warm(launch: Launch) -> str:
     """Check whether workers of this launch can be warm, without importing the modules.
 
-    Returns why they must start cold although the request is valid, or an empty string.
-
-    Raises:
-        InvalidRequestError: they can never be warm on this node.
+    Returns why they must start cold although the request is valid, or an empty string. Raises
+    `InvalidRequestError` if they can never be warm on this node.
     """
     given = f"--warm={','.join(launch.warm)}"
     if launch.no_python:

@@ -81,9 +81,8 @@ class LocalWorkerGroup:
     async def prepare(self) -> None:
         """Determine the workers' CPUs, load the --logs-specs class, and specify the zygote.
 
-        Raises:
-            InvalidRequestError: --numa-binding cannot be applied, or the class or a module named by
-                --logs-specs or --warm does not exist.
+        Raises `InvalidRequestError` if --numa-binding cannot be applied, or the class or a module
+        named by --logs-specs or --warm does not exist.
         """
         if self._logs_specs is not None:
             await self._logs_specs.open(self._launch)
