@@ -162,10 +162,7 @@ class Placements:
             self._give_back(held, withdrawn.reason, withdrawn)
 
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
-        """Accept no more jobs while this node is about to leave, and drop those without a driver.
-
-        The link notifies the drivers itself.
-        """
+        """Accept no more jobs while this node leaves. The link notifies the drivers itself."""
         if isinstance(event, events.NoticeLifted):
             self._drained = ""
             for held in self._held:
@@ -195,7 +192,6 @@ class Placements:
                 one.runner.leave()
 
     async def _adopt(self, one: AdoptedRunner) -> None:
-        """Adopt a job. Its workers continue, even if this agent could not start them."""
         kept, found = one.placement, one.runner
         placed = Placed(kept.rdzv_id, kept.run, kept.spec)
         job = one.state.state.job
@@ -220,10 +216,7 @@ class Placements:
     async def _launch_again(
         self, kept: KeptPlacement, placed: Placed, job: JobTerms
     ) -> tuple[Launch, RunFolder, str]:
-        """Return the job's launch, its folder, and why no further round can be started here.
-
-        The reason is empty unless this node would now decline the job.
-        """
+        """The reason why no round can start is empty unless this node would decline the job now."""
         identity = None if kept.account is None else kept.account.identity
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run), ""
         # The job keeps GPUs that the configuration no longer names.
@@ -259,10 +252,7 @@ class Placements:
     # ------------------------------------------------------------------ for the daemon
 
     def change(self, resources: NodeResources, environ: Mapping[str, str]) -> None:
-        """Change the resources, except GPUs, and the environment for jobs accepted from now on.
-
-        Jobs beyond the new capacity continue.
-        """
+        """GPUs do not change, and jobs beyond the new capacity continue."""
         self._resources = resources
         self._around = replace(self._around, environ=environ)
         self.ledger.capacity = resources.capacity
@@ -315,7 +305,6 @@ class Placements:
     async def _live(
         self, held: _Held, body: Callable[[], Awaitable[None]], before: Iterable[_Held]
     ) -> None:
-        """Run a held job from beginning to end, logging and reporting any error."""
         try:
             for other in before:
                 await other.gone.wait()
@@ -480,11 +469,7 @@ async def _answered(
     *args: _P.args,
     **kwargs: _P.kwargs,
 ) -> _R:
-    """Call a function that may hang on a directory service or file server.
-
-    Raises:
-        InvalidRequestError: it hangs, so this node cannot run job `rdzv_id`.
-    """
+    """Call a function that may hang on a directory service or file server."""
     try:
         with log_long_wait(f"{rdzv_id}: {what}"):
             return await in_time(ANSWER_WITHIN_S, function, *args, **kwargs)

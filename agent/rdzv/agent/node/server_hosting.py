@@ -40,9 +40,7 @@ UNWATCHED_MS = DAY_MS
 """The lease, and the interval of checks and pings, if server and node are one process."""
 
 TAKEOVER_GRACE_MS = 10_000
-"""How long a node that takes over as the server waits for the others, which try again every few
-seconds. The job waits that long if the former server's node is gone, which is likely.
-"""
+"""How long an elected server waits for the others. If the former one's node is gone, all wait."""
 
 log = logging.getLogger("rdzv.agent")
 
@@ -55,10 +53,6 @@ async def serving_itself(
 
     Server and node are one process and stop together, so neither watches the other. The store for
     the job's round is also reachable at `store_at`.
-
-    Raises:
-        InvalidRequestError: the port of `store_at` cannot be bound.
-        RendezvousConnectionError: another process of this machine is listening there.
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -86,10 +80,6 @@ async def serving_others(
 
     The store for its round is reachable at the same port. If another process on this machine is
     listening there, this one serves nothing, or with `alone` raises an error.
-
-    Raises:
-        InvalidRequestError: the port is free, but cannot be bound.
-        RendezvousConnectionError: `alone` was given, and the port is in use.
     """
     listening = _listen_at(host_at)
     if listening is None and alone:
@@ -119,7 +109,6 @@ class StoreFinder:
         self._rdzv_id = rdzv_id
 
     async def where(self) -> Endpoint | None:
-        """Return the store's endpoint, or None while there is no round."""
         now = (await self._server.jobs.look(self._rdzv_id)).membership.round
         return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
@@ -129,10 +118,6 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
     """Serve all of the job's nodes while this one is elected; yield where to ask for the server.
 
     At the end, an elected node waits a few seconds for the others to learn how the job ended.
-
-    Raises:
-        InvalidRequestError: etcd refuses this node.
-        RendezvousConnectionError: this node's address towards etcd is not known yet.
     """
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
@@ -168,7 +153,7 @@ def _warn(endpoint: Endpoint) -> None:
 
 
 def _listen_at(endpoint: Endpoint) -> socket.socket | None:
-    """Listen at an endpoint; return None if another process is already listening there."""
+    """Return None if another process is already listening there."""
     try:
         return listen_at(endpoint.host, endpoint.port)
     except OSError as error:

@@ -33,10 +33,9 @@ FindStore = Callable[[], Awaitable[Endpoint | None]]
 async def shared(
     listening: socket.socket, rendezvous: Endpoint | None, find_store: FindStore
 ) -> AsyncIterator[None]:
-    """Relay connections on `listening` to one of two servers until the body ends.
+    """Relay connections to one of two servers until the body ends.
 
-    Without a `rendezvous`, there is only the store. A connection that matches neither server is
-    closed.
+    Without a `rendezvous`, there is only the store. What is for neither is closed.
     """
     async with asyncio.TaskGroup() as tasks:
         ends: set[asyncio.Task[None]] = set()
@@ -61,7 +60,6 @@ async def _connect(
     rendezvous: Endpoint | None,
     find_store: FindStore,
 ) -> None:
-    """Relay one connection from its first bytes to its end."""
     try:
         async with asyncio.timeout(FIRST_BYTES_TIMEOUT_S):
             first = await _first_bytes(reader)

@@ -24,10 +24,8 @@ from rdzv.transport.endpoints import Endpoint
 log = logging.getLogger("rdzv.agent")
 
 SERVER_TIMEOUT_MS = 30 * 86_400_000
-"""How long a placed job without workers waits for an absent server. Only the server can place
-another job here, so giving up gains nothing; and a job that has succeeded here would be placed here
-again.
-"""
+"""As good as for ever: only the server can place another job, and a job that succeeded here would
+be placed here again."""
 
 
 @struct(frozen=True)
@@ -38,14 +36,11 @@ class Surroundings:
     endpoints: tuple[Endpoint, ...]
     environ: Mapping[str, str]
     address: str = ""
-    """The address at which other nodes reach this one; if empty, the one that it uses towards the
-    server.
-    """
+    """Where other nodes reach this one; empty: where it reaches the server from."""
     topology: str = ""
     progress_dir: Path | None = None
     snapshot_memory: int | None = None
-    """The maximum number of bytes of memory for each job's snapshots, or None if there is no limit.
-    """
+    """The most bytes for each job's snapshots; None: no limit."""
 
 
 @struct(frozen=True)
@@ -74,14 +69,12 @@ def passed_on(environ: Mapping[str, str], patterns: Iterable[str]) -> dict[str, 
 
 
 def working_directory(placed: Placed, around: Surroundings, account: Account | None = None) -> Path:
-    """Return the workers' working directory: the submission's, or the account's home."""
     if placed.spec.chdir:
         return Path(placed.spec.chdir)
     return Path(around.environ.get("HOME") or "/" if account is None else account.home)
 
 
 def job_environ(placed: Placed, around: Surroundings, share: Share) -> dict[str, str]:
-    """Return the base environment for a job's workers."""
     # Variables passed on from this agent may name its account, which is not the job's.
     own = {} if share.account is None else share.account.environ
     environ = {**around.environ, **own, **dict(placed.spec.env)}
@@ -97,9 +90,6 @@ async def make_launch(
 
     The workers' output goes only to files, because a daemon has no console. `counted` is the number
     of workers if the arguments ask for one per device, or 0 if it is not known yet.
-
-    Raises:
-        InvalidRequestError: the arguments cannot be launched; the message gives the reason.
     """
     environ = job_environ(placed, around, share)
     chdir = working_directory(placed, around, share.account)

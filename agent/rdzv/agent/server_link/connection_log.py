@@ -34,11 +34,11 @@ class ConnectionLog:
         refused: bool = False,
         most_ms: int | None = None,
     ) -> None:
-        """Log that there is no stream. `again` means that the immediate retry has failed as well.
+        """Log that there is no stream, as a warning if the immediate retry has failed `again`, too.
 
-        Without `again`, this is only a debug message. Each cause is logged once; causes that differ
-        only in numbers count as the same. `refused` means that a server had responded, and refused
-        this node for now. `most_ms` is how long the agent will go on trying.
+        Each cause is logged once; those that differ only in numbers count as the same. `refused`: a
+        server has answered, and refused this node for now. `most_ms`: how long the agent goes on
+        trying.
         """
         self._refused = refused
         cause = _FIGURES.sub("", reason)
@@ -49,7 +49,6 @@ class ConnectionLog:
             log.debug("no stream to %s: %s", endpoint, reason)
 
     def silent(self, endpoint: Endpoint, silent_s: float, most_ms: int | None) -> None:
-        """Log that the server is not responding and that the agent is waiting for it."""
         reason = f"no answer from {endpoint} within {silent_s:g} s"
         # Giving up the attempt later counts as the same cause.
         if (cause := _FIGURES.sub("", reason)) not in self._causes:
@@ -62,7 +61,6 @@ class ConnectionLog:
             )
 
     def connected(self, endpoint: Endpoint) -> None:
-        """Log that a server has responded, if its absence was logged."""
         if self._causes and not self._refused:
             self._causes.clear()
             again = " again" if self._was_connected else ""

@@ -52,11 +52,7 @@ def join(
     secret: str = "",
     preparing: bool = False,
 ) -> pb.Join:
-    """Encode a request for a place, including this node's offer.
-
-    Without a request it is the one for a belief, of which a node with workers says no more than
-    the run.
-    """
+    """Without a request it is for a belief, of which a node with workers says only the run."""
     if say is None:
         joining = state.phase is Phase.JOINING
         say = rejoin(state) if joining else commands.SayJoin(state.run, None, ())
@@ -78,7 +74,6 @@ _BODIES = bodies(pb.NodeMessage, Report) | {kind: body for body, kind in SAID.it
 
 
 def report(say: Said | Report, rdzv_id: str = "", now_ms: int = 0) -> pb.NodeMessage:
-    """Encode what this node says of itself, or of the workers of a job."""
     if isinstance(say, Fail):
         say = replace(say, failures=earliest_failures(say.failures))
     message = pb.NodeMessage()

@@ -15,15 +15,13 @@ from collections.abc import Mapping
 
 from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.runner.system import boottime_ms
-from rdzv.agent.server_link.ports import JobPort
+from rdzv.agent.server_link.inbox import JobPort
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")
 
 HEARTBEATS_PER_FENCE = 4
-"""How many heartbeats a fenced node sends before its fence. If a heartbeat has no response when the
-next is due, there is still time to open another stream before the fence.
-"""
+"""With one unanswered when the next is due, there is time for another stream before the fence."""
 UNANSWERED_MOST = 1_000
 """The maximum number of unanswered heartbeats that are remembered."""
 
@@ -40,7 +38,6 @@ class FenceProofs:
         self.server_clock = ServerClock()
 
     def begin_stream(self) -> None:
-        """Forget messages on earlier streams, which can no longer be answered."""
         self._unanswered.clear()
         self.server_clock.forget()
 
@@ -51,10 +48,7 @@ class FenceProofs:
         return min(fences_ms, default=0) / 1000
 
     def note_sent(self, message: pb.NodeMessage) -> bool:
-        """Record when a message is sent, and make it request a response if one is needed.
-
-        Returns True if the server has not responded for too long, so another stream must be tried.
-        """
+        """Record when it is sent, and have it answered if needed. True: try another stream."""
         if message.HasField("hello"):
             self._hello_sent_ms = boottime_ms()
             return False
@@ -70,7 +64,6 @@ class FenceProofs:
         return False
 
     def note_welcomed(self) -> None:
-        """Process the response to this stream's Hello."""
         self._renew_fences(self._hello_sent_ms)
 
     def note_heard(self, number: int, clock_us: int = 0) -> None:

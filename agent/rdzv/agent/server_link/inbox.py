@@ -3,94 +3,98 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import get_args
+from typing import TYPE_CHECKING, Protocol, get_args
 
 from rdzv import messages
 from rdzv.agent.core import events
-from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.core.commands import Leave
+from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.core.model import Assignment, LeaveCause
 from rdzv.v1 import rdzv_pb2 as pb
+
+if TYPE_CHECKING:
+    from rdzv.agent.server_link.link import ServerLink
 
 log = logging.getLogger("rdzv.agent")
 
 _OF_A_JOB = get_args(events.FromServer)
 
 
-class Inbox:
-    """Delivers the server's messages, except those about the stream itself."""
+class JobPort(Protocol):
+    """A job driver, as the link uses it."""
 
-    def __init__(
-        self,
-        jobs: Mapping[str, JobPort],
-        placements: Callable[[], PlacementPort | None],
-        declined: MutableMapping[messages.Key, str],
-        drain: NodeDrain,
-        log_reader: WorkerLogReader,
-        say: Callable[[pb.NodeMessage], None],
-    ) -> None:
-        """Deliver to these recipients, and use `say` to respond if a message's recipient is gone.
+    rdzv_id: str
+    fence_after_ms: int
+    """How long workers may run without proof that the server hears this node; 0: no limit."""
 
-        A job that the server withdraws is removed from `declined`.
-        """
-        self._jobs = jobs
-        self._placements = placements
-        self._declined = declined
-        self._drain = drain
-        self._log_reader = log_reader
-        self._say = say
+    def renew_fence(self, heard_at_ms: int) -> None:
+        """The server heard this node at this time of `boottime_ms`, or later."""
 
-    def take(self, told: messages.Announcement | None) -> None:
-        placements = self._placements()
-        match told:
-            case messages.ReadLog():
-                self._log_reader.read(told)
-            case messages.StopLog():
-                self._log_reader.stop(told.request)
-            case messages.LookAgain():
-                if placements is not None:
-                    placements.look_again()
-            case messages.DrainNode():
-                self._drain.take_from_server(told.number, told.left_ms, told.reason)
-            case messages.UndrainNode():
-                self._drain.lift()
-            case messages.Placed() | messages.Withdrawn():
-                self._take_placement(told, placements)
-            case _:
-                self._deliver(told)
+    def belief(self) -> pb.Belief | None: ...
+    def post(self, event: events.Event) -> None: ...
+    def waits_ms(self) -> int | None: ...
+    def note(self, reason: str) -> None: ...
+    def take_stacks(self, asked: messages.TakeStacks) -> None: ...
 
-    def _take_placement(
-        self, told: messages.Placed | messages.Withdrawn, placements: PlacementPort | None
-    ) -> None:
-        if placements is None:
+
+class PlacementPort(Protocol):
+    """This node's submitted jobs, as the link uses them."""
+
+    @property
+    def resources(self) -> NodeResources: ...
+    @property
+    def failing(self) -> tuple[FailingCheck, ...]: ...
+    def holdings(self) -> tuple[messages.Holding, ...]: ...
+    def placed(self, placed: messages.Placed) -> None: ...
+    def withdrawn(self, withdrawn: messages.Withdrawn) -> None: ...
+    def look_again(self) -> None: ...
+    def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None: ...
+
+
+def deliver(link: ServerLink, told: messages.Announcement | None) -> None:
+    """Deliver a message, unless it is about the stream itself."""
+    placements = link.placements
+    match told:
+        case messages.ReadLog():
+            link.log_reader.read(told)
+        case messages.StopLog():
+            link.log_reader.stop(told.request)
+        case messages.LookAgain():
+            if placements is not None:
+                placements.look_again()
+        case messages.DrainNode():
+            link.drain.take_from_server(told.number, told.left_ms, told.reason)
+        case messages.UndrainNode():
+            link.drain.lift()
+        case messages.Placed() if placements is not None:
+            placements.placed(told)
+        case messages.Withdrawn() if placements is not None:
+            link.declined.pop((told.rdzv_id, told.run), None)
+            placements.withdrawn(told)
+        case messages.Placed() | messages.Withdrawn():
             text = "the server placed %s on this node, which takes no submitted jobs"
             log.warning(text, told.rdzv_id)
-        elif isinstance(told, messages.Placed):
-            placements.placed(told)
-        else:
-            self._declined.pop((told.rdzv_id, told.run), None)
-            placements.withdrawn(told)
+        case _:
+            _deliver_to_job(link, told)
 
-    def _deliver(self, told: messages.Announcement | None) -> None:
-        job = self._jobs.get(getattr(told, "rdzv_id", ""))
-        match told:
-            case messages.TakeStacks() if job is None:
-                error = "it no longer takes part in this job"
-                self._say(encoding.report(messages.Stacks(told.request, last=True, error=error)))
-            case Assignment() if job is None:
-                # The seat was requested by a driver that is now gone, so it is given back here.
-                reason = "it left before it received the round"
-                gone = Leave("", 0, told.run, LeaveCause.SIGNAL, reason, told.round)
-                self._say(encoding.report(gone, told.rdzv_id))
-            case _ if job is None:
-                log.debug("received a message for a job that is not on this node: %s", told)
-            case messages.TakeStacks():
-                job.take_stacks(told)
-            case messages.Waiting():
-                job.note(told.reason)
-            case _ if isinstance(told, _OF_A_JOB):
-                job.post(told)
+
+def _deliver_to_job(link: ServerLink, told: messages.Announcement | None) -> None:
+    job = link.jobs.get(getattr(told, "rdzv_id", ""))
+    match told:
+        case messages.TakeStacks() if job is None:
+            error = "it no longer takes part in this job"
+            link.say(encoding.report(messages.Stacks(told.request, last=True, error=error)))
+        case Assignment() if job is None:
+            # The seat was requested by a driver that is now gone, so it is given back here.
+            reason = "it left before it received the round"
+            gone = Leave("", 0, told.run, LeaveCause.SIGNAL, reason, told.round)
+            link.say(encoding.report(gone, told.rdzv_id))
+        case _ if job is None:
+            log.debug("received a message for a job that is not on this node: %s", told)
+        case messages.TakeStacks():
+            job.take_stacks(told)
+        case messages.Waiting():
+            job.note(told.reason)
+        case _ if isinstance(told, _OF_A_JOB):
+            job.post(told)

@@ -23,13 +23,12 @@ from rdzv.agent.core import events
 from rdzv.agent.launch.launch import local_address, reachable_host_name
 from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.output.worker_log_reader import WorkerLogReader
-from rdzv.agent.server_link import encoding
+from rdzv.agent.server_link import encoding, inbox
 from rdzv.agent.server_link.connection_log import ConnectionLog
 from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProofs
-from rdzv.agent.server_link.inbox import Inbox
+from rdzv.agent.server_link.inbox import JobPort, PlacementPort
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import Call, Outbox
-from rdzv.agent.server_link.ports import JobPort, PlacementPort
 from rdzv.agent.server_link.standby import Standby
 from rdzv.core.commands import Decline
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for, check_fence
@@ -59,8 +58,7 @@ WELCOME_TIMEOUT_MOST_S = 80.0
 SILENT_S = 5.0
 """How long to wait for a Welcome before logging that the server is not responding."""
 RENEWAL_MS = 5_000
-"""How long the server waits for the next stream after this node has ended one in order to renew it.
-"""
+"""How long the server waits for the next stream after this node has ended one to renew it."""
 DECLINED_KEPT = 64
 """The maximum number of declined jobs that are remembered."""
 
@@ -105,26 +103,22 @@ class ServerLink:
         """This node's address for others, which is known once there has been a connection."""
         self.host_name = ""
         """A name under which other machines reach this node, if its address is loopback."""
-        self._jobs: dict[str, JobPort] = {}
+        self.jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        """This node's submitted jobs, or None if it takes none."""
         self._lease_ms: int | None = None
         """The open stream's lease, or None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
         """The lease of the last stream, whether or not it is open, or None if there was none."""
-        self._declined: dict[tuple[str, str], str] = {}
-        """The jobs that this node cannot run, by rdzv_id and run, with the reasons. They are
-        reported again on each new stream, because the Hello does not contain them.
-        """
+        self.declined: dict[tuple[str, str], str] = {}
+        """What this node cannot run, by rdzv_id and run, with the reasons. No Hello contains it."""
         self._renewing = False
         """Whether the stream is ending because another, with a new Hello, will follow at once."""
-        self._proofs = FenceProofs(self._jobs)
+        self._proofs = FenceProofs(self.jobs)
         self.outbox = Outbox(self._proofs, WELCOME_TIMEOUT_S)
         self._leadership = identity.leadership
         self._incarnation = identity.incarnation
         self.on_welcome: Callable[[int, int, int], None] = lambda *given: None
-        """Called with the incarnation, leadership and lease, before these are used anywhere else.
-        """
+        """Called with incarnation, leadership and lease, before they are used anywhere else."""
         self.superseded: NodeSupersededError | None = None
         """The refusal by which this agent was superseded; set along with `is_superseded`."""
         self.is_superseded = asyncio.Event()
@@ -133,24 +127,15 @@ class ServerLink:
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
         self._unanswered = 0
-        """The number of streams without a Welcome since the last stream that had one."""
+        """How many streams had no Welcome since the last that had one."""
         self.log_reader = WorkerLogReader(self._say_piece)
         self.drain = NodeDrain(monotonic_ms, self._tell_notice)
-        self._inbox = Inbox(
-            self._jobs,
-            lambda: self.placements,
-            self._declined,
-            self.drain,
-            self.log_reader,
-            self.say,
-        )
         self.counts = NodeCounts()
         self.metrics_at: Callable[[str], str] = lambda _: ""
         """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
 
     @property
     def identity(self) -> NodeIdentity:
-        """The node and the agent at this end of the stream."""
         return self._identity
 
     @property
@@ -166,14 +151,11 @@ class ServerLink:
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
-        """Serve a job, and include its belief in every Hello from now on.
-
-        If a stream is already open, the job has to join by itself.
-        """
+        """Serve a job. If a stream is open already, the job has to join by itself."""
         if self._last_lease_ms is not None and not self._check_fence(job, self._last_lease_ms):
             # The server would refuse the whole node because of this one job.
             return
-        self._jobs[job.rdzv_id] = job
+        self.jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
             job.post(notice)
         if self._lease_ms is not None:
@@ -183,14 +165,11 @@ class ServerLink:
             self.say_hello_again()
 
     def remove(self, job: JobPort) -> None:
-        if self._jobs.get(job.rdzv_id) is job:
-            del self._jobs[job.rdzv_id]
+        if self.jobs.get(job.rdzv_id) is job:
+            del self.jobs[job.rdzv_id]
 
     def say_hello_again(self) -> None:
-        """Open another stream at once, to send data that only a Hello contains.
-
-        The node keeps its seats, because it first tells the server that it will be back.
-        """
+        """The node keeps its seats, because it first tells the server that it will be back."""
         if self.outbox.waiting is not None:
             self.say(pb.NodeMessage(away=pb.Away(deadline_ms=RENEWAL_MS)))
         if self.outbox.waiting is not None:
@@ -202,7 +181,6 @@ class ServerLink:
             asyncio.get_running_loop().call_later(RENEWAL_MS / 2000, hang_up)
 
     def drain_node(self, left_ms: int, reason: str) -> None:
-        """Make this node leave all its jobs within `left_ms`, and tell the server."""
         if self.drain.note_wish(left_ms, reason):
             said = self.drain.said()
             assert said is not None
@@ -211,12 +189,11 @@ class ServerLink:
     def _tell_notice(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
         if self.placements is not None:
             self.placements.noticed(event)
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             job.post(event)
 
     @property
     def tolerated_ms(self) -> int:
-        """How long the server tolerates this node's silence: the last lease or the default."""
         return self._last_lease_ms or LeaseRules().duration_ms
 
     @property
@@ -225,33 +202,26 @@ class ServerLink:
         return absence_for(self.tolerated_ms)
 
     def say_away(self, deadline_ms: int) -> None:
-        """Announce that this agent is exiting on purpose and will be replaced by the deadline."""
         self.say(pb.NodeMessage(away=pb.Away(deadline_ms=deadline_ms)))
 
     def say_holdings(self) -> None:
-        """Report the submitted jobs that may still have processes on this node."""
         if self.placements is not None:
             self.say(encoding.report(messages.Holdings(self.placements.holdings())))
 
     def say_health(self) -> None:
-        """Report this node's failing health checks, if any. A node without any is healthy."""
         if self.placements is not None:
             self.say(encoding.report(messages.Health(self.placements.failing)))
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Report that this node cannot run a job at the moment.
-
-        If the message is lost, the server places the job here again and the report is repeated.
-        """
+        """If this is lost, the server places the job here again, and it is said again."""
         declined = Decline(self._identity.node_id, run, reason, passing=True)
         self.say(encoding.report(declined, rdzv_id))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
-        """Report that this node cannot run a job."""
-        self._declined.pop((rdzv_id, run), None)
-        self._declined[rdzv_id, run] = reason
-        if len(self._declined) > DECLINED_KEPT:
-            del self._declined[next(iter(self._declined))]
+        self.declined.pop((rdzv_id, run), None)
+        self.declined[rdzv_id, run] = reason
+        if len(self.declined) > DECLINED_KEPT:
+            del self.declined[next(iter(self.declined))]
         self._say_declined(rdzv_id, run, reason)
 
     def _say_declined(self, rdzv_id: str, run: str, reason: str) -> None:
@@ -266,18 +236,16 @@ class ServerLink:
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat(number=1)))
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open. Otherwise, the next Hello covers it."""
+        """Without a stream, the next Hello covers it."""
         self.outbox.say(message)
 
     async def _say_piece(self, piece: messages.LogPiece) -> None:
         await self.say_after_all(encoding.report(piece))
 
     async def say_after_all(self, message: pb.NodeMessage) -> None:
-        """Send a large message once no other messages are waiting to be sent."""
         await self.outbox.say_after_all(message)
 
     async def run(self) -> None:
-        """Keep a stream open until `close` is called, and log its loss and return."""
         try:
             await self._keep_stream()
         finally:
@@ -302,7 +270,7 @@ class ServerLink:
             await self._wait(wait_s)
 
     def _tell_lost(self, reason: str) -> None:
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             job.post(events.ServerLost(reason))
 
     def _tell_silent(self, endpoint: Endpoint) -> None:
@@ -311,18 +279,16 @@ class ServerLink:
         self._log.silent(endpoint, SILENT_S, self._waits_ms())
 
     def close(self) -> None:
-        """End the stream once all messages have been sent."""
         self._closing.set()
         if not self.outbox.finish():
             self.outbox.hang_up()
 
     def _waits_ms(self) -> int | None:
-        """Return how long the first job to give up waits for a server; None if none gives up."""
-        waits = [job.waits_ms() for job in self._jobs.values()]
+        """None if no job gives up."""
+        waits = [job.waits_ms() for job in self.jobs.values()]
         return min((wait_ms for wait_ms in waits if wait_ms is not None), default=None)
 
     async def _wait(self, wait_s: float) -> None:
-        """Wait before the next attempt, or until `close` is called."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._closing.wait()
@@ -429,12 +395,12 @@ class ServerLink:
                 self._greet(endpoint, told)
             case messages.Lease():
                 self._take_lease(told.lease_ms, told.heartbeat_interval_ms)
-                for job in list(self._jobs.values()):
+                for job in list(self.jobs.values()):
                     job.post(events.Ticked())  # The job's runner must receive the new lease.
             case messages.Heard():
                 self._proofs.note_heard(told.number, told.clock_us)
             case _:
-                self._inbox.take(told)
+                inbox.deliver(self, told)
 
     def _greet(self, endpoint: Endpoint, welcome: messages.Welcome) -> None:
         self._incarnation = welcome.incarnation
@@ -447,10 +413,10 @@ class ServerLink:
         # The sender is still waiting for the old interval to pass; this message ends the wait.
         self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
         self._proofs.note_welcomed()
-        for job in list(self._jobs.values()):
+        for job in list(self.jobs.values()):
             job.post(events.ServerConnected())
             self._check_fence(job, welcome.lease_ms)
-        for (rdzv_id, run), reason in self._declined.items():
+        for (rdzv_id, run), reason in self.declined.items():
             self._say_declined(rdzv_id, run, reason)
 
     async def _learn(self, servers: Sequence[str]) -> None:
@@ -489,7 +455,7 @@ class ServerLink:
         # A node that was accepted before may be accepted again with a new token or certificate.
         stranger = isinstance(failure, UnauthenticatedError) and not self._incarnation
         if stranger or failure.code in node_stream.FINAL_REFUSALS:
-            for job in list(self._jobs.values()):
+            for job in list(self.jobs.values()):
                 job.post(messages.Refused(job.rdzv_id, failure.code, str(failure)))
         # If there was no Welcome before, the refusal may only mean that the previous agent's
         # stream has not ended yet.
@@ -500,7 +466,7 @@ class ServerLink:
 
     def hello(self) -> pb.Hello:
         """Return the next stream's Hello, with this node's beliefs about all its jobs."""
-        beliefs = [belief for job in self._jobs.values() if (belief := job.belief()) is not None]
+        beliefs = [belief for job in self.jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
         hello = messages.Hello(
             node_id=self._identity.node_id,
@@ -511,7 +477,7 @@ class ServerLink:
             leadership=self._leadership,
             incarnation=self._incarnation,
             agent_version=self._identity.version,
-            fence_after_ms=max((job.fence_after_ms for job in self._jobs.values()), default=0),
+            fence_after_ms=max((job.fence_after_ms for job in self.jobs.values()), default=0),
             resources=None if placements is None else placements.resources,
             holdings=messages.Holdings(() if placements is None else placements.holdings()),
             health=messages.Health(() if placements is None else placements.failing),
@@ -523,11 +489,7 @@ class ServerLink:
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:
-    """Return the next message, or None if the stream has ended properly.
-
-    Raises:
-        grpc.aio.AioRpcError: the stream ended with an error.
-    """
+    """Return the next message, or None if the stream has ended properly."""
     message = await call.read()
     if isinstance(message, pb.ServerMessage):
         return message

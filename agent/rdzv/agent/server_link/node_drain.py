@@ -41,10 +41,7 @@ class NodeDrain:
         self.told: NodeNotice | None = None
 
     def note_wish(self, left_ms: int, reason: str) -> bool:
-        """Record the wish to leave within `left_ms`, unless an earlier one is due sooner.
-
-        Returns whether the server must be told.
-        """
+        """Return whether the server must be told: not if an earlier wish is due sooner."""
         wished = NodeNotice(self._now_ms() + left_ms, reason)
         if self.wished is not None and self.wished.due_ms <= wished.due_ms:
             return False
@@ -57,10 +54,7 @@ class NodeDrain:
             self._change(self.wished, NodeNotice(self._now_ms() + left_ms, reason, number))
 
     def remember(self, due_ms: int, reason: str) -> None:
-        """Restore a drain that the previous agent received and stored with a job.
-
-        The server will send it again, or report that it has been lifted.
-        """
+        """The server will send it again, or report that it has been lifted."""
         if self.present is None:
             self.told = NodeNotice(due_ms, reason, FORMER)
 
@@ -69,7 +63,6 @@ class NodeDrain:
 
     @property
     def present(self) -> NodeNotice | None:
-        """The notice in effect, or None if the node is staying."""
         both = [notice for notice in (self.wished, self.told) if notice is not None]
         return min(both, key=lambda notice: notice.due_ms, default=None)
 
@@ -83,14 +76,12 @@ class NodeDrain:
         return Draining(self.left_ms(self.wished), self.wished.reason, number, own=True)
 
     def event(self) -> events.NoticeGiven | None:
-        """Return the notice for a job that is just beginning, or None if there is none."""
         notice = self.present
         if notice is None:
             return None
         return events.NoticeGiven(self.left_ms(notice), notice.reason)
 
     def left_ms(self, notice: NodeNotice) -> int:
-        """Return the time left before a notice's deadline."""
         return max(notice.due_ms - self._now_ms(), 0)
 
     def _change(self, wished: NodeNotice | None, told: NodeNotice | None) -> None:

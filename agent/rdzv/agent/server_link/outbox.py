@@ -15,9 +15,7 @@ from rdzv.v1 import rdzv_pb2 as pb
 log = logging.getLogger("rdzv.agent")
 
 OUTBOX_MESSAGES = 1_000
-"""The maximum number of messages that may wait to be sent. If it is exceeded, the stream is
-reopened.
-"""
+"""How many messages may wait to be sent. If there are more, the stream is reopened."""
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.NodeMessage, pb.ServerMessage]"
 
@@ -41,7 +39,6 @@ class Outbox:
 
     @property
     def waiting(self) -> int | None:
-        """The number of messages waiting to be sent, or None if there is no stream."""
         return None if self._waiting is None else self._waiting.qsize()
 
     def begin(self, attach: Callable[[AsyncIterator[pb.NodeMessage]], Call]) -> Call:
@@ -72,7 +69,7 @@ class Outbox:
         self._connected.set()
 
     def finish(self) -> bool:
-        """End the stream once all messages have been sent. Returns False if the queue is full."""
+        """End the stream once all is sent. Returns False if the queue is full."""
         self._ends = True
         if self._waiting is not None:
             try:
@@ -82,7 +79,7 @@ class Outbox:
         return True
 
     def say(self, message: pb.NodeMessage) -> None:
-        """Send a message if a stream is open. Otherwise, the next Hello covers it."""
+        """Without a stream, the next Hello covers it."""
         if self._waiting is None:
             return
         try:

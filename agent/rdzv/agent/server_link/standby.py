@@ -30,7 +30,6 @@ class Standby:
 
     @property
     def connected(self) -> bool:
-        """Whether the channel is open and its server is reachable."""
         channel = self._channel
         return channel is not None and channel.get_state() is grpc.ChannelConnectivity.READY
 
