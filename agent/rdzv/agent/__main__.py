@@ -19,6 +19,7 @@ from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything import
 # isort: on
 from rdzv.agent.app.agent_config import DEFAULT_FILE, check_directories, read_config
 from rdzv.agent.app.agent_settings import AgentSettings, why_not_here
+from rdzv.agent.cli.backends import Meeting
 from rdzv.agent.core.model import EXIT_FAILED, EXIT_SUCCESS, EXIT_TRY_AGAIN, EXIT_USAGE
 from rdzv.agent.launch.launch import Launch
 from rdzv.agent.run import EXIT_INTERRUPTED, set_up_logging
@@ -160,12 +161,11 @@ async def _take_part(settings: AgentSettings, launches: Sequence[Launch]) -> int
     with systemd.watched():
         systemd.notify("READY=1", "STATUS=running the jobs named in its configuration")
         outcomes = await take_part(
-            settings.node_id,
-            settings.endpoints,
+            Meeting(settings.endpoints, rdzv_id=""),
             launches,
+            settings.credentials(),
             metrics_listen=settings.metrics_listen,
             preemption=settings.preemption,
-            credentials=settings.credentials(),
         )
     for launch, outcome in zip(launches, outcomes, strict=True):
         log.info("%s", summary(launch.job.rdzv_id, outcome))

@@ -101,17 +101,7 @@ def _take_part(launch: Launch, meeting: Meeting) -> NodeOutcome:
             # Imported only once the command line is known to be valid.
             from rdzv.agent.node.node import take_part
         [outcome] = asyncio.run(
-            take_part(
-                launch.job.node_id,
-                meeting.endpoints,
-                [launch],
-                meeting.host_at,
-                meeting.elect_by,
-                credentials=credentials,
-                started=runner,
-                # The static back-end names the only node that may serve.
-                serves_alone=bool(meeting.node_id),
-            )
+            take_part(meeting, [launch], credentials, started=runner),
         )
     finally:
         runner.close()

@@ -446,7 +446,7 @@ async def read_log(written: Written) -> list[LogPiece]:
         async with asyncio.timeout(100):
             await over.wait()
     finally:
-        reading.close()
+        reading.stop_all()
     return pieces
 
 

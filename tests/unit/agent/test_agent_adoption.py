@@ -498,7 +498,7 @@ async def test_success_is_remembered(s: Story) -> None:
     s.runner.tell(events.WorkersGone(0))
     s.driver.post(Closed("job-7", "r1", model.Ended(model.Result.SUCCEEDED, "all did")))
     async with asyncio.timeout(PATIENCE_S):
-        assert (await s.driver.wait()).exit_code == 0
+        assert (await s.driver.ended).exit_code == 0
 
 
 async def test_a_withdrawal_goes_on(s: Story) -> None:
@@ -509,7 +509,7 @@ async def test_a_withdrawal_goes_on(s: Story) -> None:
     assert (belief.phase, belief.leave.reason) == (pb.Belief.LEAVING, "scaled down")
     s.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
-        assert (await s.driver.wait()).text.startswith("scaled down; no server could be told")
+        assert (await s.driver.ended).text.startswith("scaled down; no server could be told")
 
 
 async def test_what_has_ended_has_ended(s: Story) -> None:
@@ -523,7 +523,7 @@ async def test_what_has_ended_has_ended(s: Story) -> None:
     assert s.driver.belief() is None
     assert s.runner.store_hosts == set()
     async with asyncio.timeout(PATIENCE_S):
-        assert (await s.driver.wait()).exit_code == 143
+        assert (await s.driver.ended).exit_code == 143
 
 
 async def test_progress_is_read_from_where_the_workers_write_it(s: Story) -> None:
@@ -575,6 +575,6 @@ async def test_workers_run_on_of_which_no_more_would_be_started_today(
     await until(lambda: ("stop", 1) in [asked[:2] for asked in s.runner.asked])
     s.runner.tell(events.WorkersGone(1))
     async with asyncio.timeout(PATIENCE_S):
-        outcome = await s.driver.wait()
+        outcome = await s.driver.ended
     assert "its arguments are refused" in outcome.text
     assert [asked[:2] for asked in s.runner.asked if asked[0] == "start"] == [("start", 0)]

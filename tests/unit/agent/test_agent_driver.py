@@ -242,7 +242,7 @@ async def test_what_goes_wrong_in_it_is_its_own_end(f: Fixture) -> None:
     f.driver.post(events.Signalled(15, "SIGTERM"))
     f.driver.post(events.Ticked())
     with pytest.raises(TypeError):
-        await f.driver.wait()
+        await f.driver.ended
     assert f.driver.belief() is None
     f.driver.say_failed("a bug")
     leave = f.link.said[-1].leave
@@ -254,13 +254,13 @@ async def test_what_goes_wrong_with_its_runner_is_its_own_end(f: Fixture) -> Non
     f.driver.post(LINE)
     f.runner.tell(events.WorkerExited(0, 7, 1, 0, None, 0))
     with pytest.raises(IndexError):
-        await f.driver.wait()
+        await f.driver.ended
 
 
 async def test_it_ends_as_soon_as_it_is_withdrawn_without_workers(f: Fixture) -> None:
     f.driver.post(Withdrawn("job-7", "r1", "scaled down"))
     async with asyncio.timeout(PATIENCE_S):
-        outcome = await f.driver.wait()
+        outcome = await f.driver.ended
     assert (outcome.exit_code, outcome.text) == (75, "scaled down")
     assert f.link.said[-1].leave.cause == pb.Leave.SIGNAL
     assert f.driver.belief() is None
@@ -316,7 +316,7 @@ async def test_a_node_that_is_found_unwell_leaves_in_place_of_joining_again(f: F
     _, may_answer = fail(f, "disk /data has 1 % free")
     may_answer.set()
     async with asyncio.timeout(PATIENCE_S):
-        outcome = await f.driver.wait()
+        outcome = await f.driver.ended
     assert outcome.exit_code == 75
     assert outcome.text.startswith("unhealthy: disk /data has 1 % free; no server could be told")
     leave = f.link.said[-1].leave
@@ -334,7 +334,7 @@ async def test_who_leaves_anyway_is_not_looked_at(f: Fixture) -> None:
     f.driver.post(events.Signalled(15, "SIGTERM"))
     f.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
-        await f.driver.wait()
+        await f.driver.ended
 
 
 async def test_what_goes_wrong_in_the_look_keeps_nobody_from_going_on(f: Fixture) -> None:
@@ -500,7 +500,7 @@ async def test_a_start_that_fails_leaves_the_job(
     assert f.runner.asked[-1][:2] == ("stop", 0)
     f.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
-        outcome = await f.driver.wait()
+        outcome = await f.driver.ended
     assert "the disk is full" in outcome.text
     assert f.link.said[-1].leave.cause == pb.Leave.START_FAILED
 
@@ -513,7 +513,7 @@ async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
     opening[0].set_exception(ValueError("a bug"))
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(ValueError, match="a bug"):
-            await f.driver.wait()
+            await f.driver.ended
 
 
 async def test_the_end_of_an_older_round_closes_nothing_of_the_present_one(f: Fixture) -> None:
@@ -574,7 +574,7 @@ async def test_the_end_of_a_runner_is_told_once_its_processes_are_killed(
     monkeypatch.setattr(agent_children, "sweep_orphans", sweep_orphans)
     monkeypatch.setattr(from_runner, "SWEEP_AGAIN_S", 0.0)
     await f.runner.tell(events.RunnerExited(exit_code))
-    outcome = await f.driver.wait()
+    outcome = await f.driver.ended
     assert outcome.text.startswith(f"its runner {how}, and its workers with it")
     assert len(swept) == 2
     assert "cannot search for processes left behind by the job's dead runner" in caplog.text

@@ -60,7 +60,7 @@ class Driver:
         self.survives = 0
         """How often its processes survive SIGKILL."""
         self._node = node
-        self._ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
 
     async def prepare(self) -> None:
         await self._node.ready.wait()
@@ -82,19 +82,16 @@ class Driver:
         self.handed_over = True
         self.posted.append(Withdrawn("job-7", self.run, f"within {within_ms} ms"))
 
-    async def wait(self) -> NodeOutcome:
-        return await self._ended
-
     def post(self, event: events.Event) -> None:
         self.posted.append(event)
-        if not self._ended.done():
+        if not self.ended.done():
             self.end(NodeOutcome(75, "it leaves"))
 
     def end(self, outcome: NodeOutcome | Exception = SUCCEEDED) -> None:
         if isinstance(outcome, Exception):
-            self._ended.set_exception(outcome)
+            self.ended.set_exception(outcome)
         else:
-            self._ended.set_result(outcome)
+            self.ended.set_result(outcome)
 
     async def close(self) -> None:
         self.closing = True

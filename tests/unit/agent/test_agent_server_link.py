@@ -1059,7 +1059,7 @@ async def test_logs_are_sent_on_the_stream_piece_by_piece(server: Server, tmp_pa
         assert size == 100_000
         (refusal,) = [piece async for piece in pieces(talk, 6, rdzv_id="job-8")]
         assert refusal.error == "this node takes no part in job-8"
-        link.log_reader.close()
+        link.log_reader.stop_all()
 
 
 def waiting(request: int) -> pb.ReadLog:
@@ -1095,7 +1095,7 @@ async def test_a_request_ends_with_its_stream_and_when_it_is_cancelled(
         talk.end()
         await server.greet()
         assert not log.listeners
-        link.log_reader.close()
+        link.log_reader.stop_all()
 
 
 @pytest.mark.slow
@@ -1126,7 +1126,7 @@ async def test_heartbeats_go_out_while_logs_are_sent_without_a_pause(
                 wanted.positions.extend(message.log_piece.positions)
                 await talk.say(read_log=wanted)
         assert between
-        link.log_reader.close()
+        link.log_reader.stop_all()
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def line(number: int, rank_first: int = 4) -> Assignment:
 async def node(tmp_path: Path) -> AsyncIterator[Node]:
     made = Node(tmp_path)
     yield made
-    made.reading.close()
+    made.reading.stop_all()
 
 
 async def idle() -> None:

@@ -197,7 +197,7 @@ class Daemon:
                 _, late = await asyncio.wait([talk], timeout=node.LINK_CLOSE_TIMEOUT_S)
                 for task in late:
                     task.cancel()
-        self.link.log_reader.close()
+        self.link.log_reader.stop_all()
         if self.link.superseded is not None:
             raise self.link.superseded
 

@@ -1,10 +1,7 @@
 """Where a job's nodes meet: at one of torchrun's back-ends, or at a standing rdzvd.
 
-A command line either names a server or makes one of the job's own nodes serve. Finding that node
-requires no discovery: it has node rank 0 (`static`) or owns the endpoint's host (`c10d`). It serves
-from memory for the lifetime of its rdzvrun, just as torchrun's store lives on a training node. With
-`etcd`, the nodes elect the server through etcd, which keeps the state, and elect another if it is
-gone. A standing `rdzvd` outlives every node without an election.
+The node that serves has node rank 0 (`static`) or owns the endpoint's host (`c10d`), and serves
+from memory as long as its rdzvrun lives. With `etcd`, the nodes elect the server through etcd.
 
 Source: `torch/distributed/run.py` (`config_from_args`) and the rendezvous back-ends of torch 2.13.
 """

@@ -345,21 +345,10 @@ FromServer = (
 
 Event = (
     FromServer
+    | RunnerEvent
     | ServerConnected
     | ServerLost
-    | WorkerExited
-    | WorkerSuspected
-    | WorkerResumed
-    | StartFailed
-    | WorkersGone
-    | KeptExited
-    | KeptGone
-    | SnapshotsChanged
-    | WorkersStuck
-    | Fenced
     | Unhealthy
-    | StoreHostReady
-    | StoreHostExited
     | RunnerLost
     | Signalled
     | NoticeGiven

@@ -1,9 +1,6 @@
-"""Why a worker ended, beyond its exit code: the kernel's actions and the worker's final messages.
+"""Why a worker ended, beyond its exit code: the kernel's actions and the worker's last words.
 
-`explain_exit` reads the worker's error file and adds what is known on this machine: whether the
-kernel killed the process because memory ran out, whether /dev/shm is full, where the core dump is,
-and the meaning of known messages from NCCL, CUDA or torch. It makes no decisions and stores
-nothing.
+It makes no decisions and stores nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """This node's health: checks before it gets work, and before it continues after a failure.
 
-Each check runs in its own thread or process, with a deadline; a check that hangs is not run again
-until it returns. A failure is reported at once to the server, which then places nothing here, and
-the checks are repeated at growing intervals. Recovery is also reported.
+A check that hangs is not run again until it returns. A failure is reported at once to the server,
+which then places nothing here, and the checks are repeated at growing intervals.
 """
 
 from __future__ import annotations

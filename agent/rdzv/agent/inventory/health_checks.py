@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rdzv.agent.inventory import xid
-from rdzv.agent.inventory.resources import parts_of
+from rdzv.agent.inventory.resources import ask_nvml, parts_of
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.side_thread import find_program, in_thread, in_time
 from rdzv.core.words import counted, listed, size_text
@@ -165,20 +164,8 @@ class Disk(Plain):
 
 
 def look_at_gpus() -> tuple[dict[str, int], list[str]]:
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError as error:
-        return {}, [str(error)]
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return {}, [f"NVML: {error}"]
-    try:
-        return _ask_each(nvml)
-    except nvml.NVMLError as error:
-        return {}, [f"NVML: {error}"]
-    finally:
-        nvml.nvmlShutdown()
+    found, trouble = ask_nvml(_ask_each)
+    return found or ({}, [trouble])
 
 
 def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:

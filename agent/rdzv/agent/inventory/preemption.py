@@ -1,9 +1,7 @@
 """Detects that this machine is about to be preempted, from a file that appears or from a command.
 
-The site provides either one, because each cloud has its own signal (`docs/drain.md` has examples
-for some). The file is looked at once a second. The command may run indefinitely, and gives notice
-by exiting with 0. The first line of either may say how many seconds are left. Errors are logged and
-do not affect any job.
+The site provides either one, because each cloud has its own signal (`docs/drain.md`). The first
+line of either may say how many seconds are left. Errors do not affect any job.
 """
 
 from __future__ import annotations

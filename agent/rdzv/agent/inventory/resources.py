@@ -1,8 +1,7 @@
 """This node's resources for jobs that the server places on it: CPUs, memory, GPUs, labels.
 
-GPUs are identified by UUIDs, which survive restarts and do not depend on the order of devices. NVML
-lists them if its library is present. MIG devices count as GPUs, but the GPU that they divide does
-not.
+GPUs are known by UUIDs, which do not depend on the order of devices. MIG devices count as GPUs, but
+the GPU that they divide does not.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import ctypes
 import importlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rdzv.agent.launch.launch import count_cpus
 from rdzv.core.fleet.node_resources import Gpu, NodeResources
@@ -22,6 +21,8 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 
 log = logging.getLogger("rdzv.agent")
+
+T = TypeVar("T")
 
 NVML = "nvml"
 """The value of `gpus` that means all GPUs listed by NVML."""
@@ -150,7 +151,8 @@ def find_gpus(
     """
     if wanted == NONE:
         return ()
-    present, trouble = _ask_nvml(nvml, library)
+    found, trouble = ask_nvml(_gpus_of, nvml, library)
+    present = found or ()
     if wanted != NVML:
         return _named_gpus(parse_gpus(wanted), present, trouble)
     if trouble:
@@ -207,33 +209,39 @@ def _visible(visible: str, present: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in present if gpu.uuid.startswith(tuple(tokens)))
 
 
-def _ask_nvml(nvml: Any, library: str) -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs that NVML lists, and why it cannot be queried ("" if it can)."""
+def ask_nvml(ask: Callable[[Any], T], nvml: Any = None, library: str = "") -> tuple[T | None, str]:
+    """Return what `ask` finds with NVML, or None and why it cannot be queried."""
     try:
         module: Any = importlib.import_module("pynvml") if nvml is None else nvml
         if library:
             # pynvml would do the same with the system's library.
             module.nvmlLib = ctypes.CDLL(library)
     except (ImportError, OSError) as error:
-        return (), str(error)
+        return None, str(error)
     try:
         module.nvmlInit()
     except module.NVMLError as error:
-        return (), f"NVML: {error}"
+        return None, f"NVML: {error}"
     try:
-        return tuple(_gpus_of(module)), ""
+        return ask(module), ""
     except module.NVMLError as error:
-        log.warning("NVML failed, so no GPUs are used: %s", error)
-        return (), f"NVML: {error}"
+        log.warning("NVML failed, so no GPUs are seen: %s", error)
+        return None, f"NVML: {error}"
     finally:
         module.nvmlShutdown()
 
 
-def _gpus_of(nvml: Any) -> Iterator[Gpu]:
-    for index in range(nvml.nvmlDeviceGetCount()):
-        for part in parts_of(nvml, nvml.nvmlDeviceGetHandleByIndex(index)):
-            uuid, name = nvml.nvmlDeviceGetUUID(part), nvml.nvmlDeviceGetName(part)
-            yield Gpu(uuid, name, int(nvml.nvmlDeviceGetMemoryInfo(part).total))
+def _gpus_of(nvml: Any) -> tuple[Gpu, ...]:
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return tuple(
+        Gpu(
+            nvml.nvmlDeviceGetUUID(part),
+            nvml.nvmlDeviceGetName(part),
+            int(nvml.nvmlDeviceGetMemoryInfo(part).total),
+        )
+        for handle in handles
+        for part in parts_of(nvml, handle)
+    )
 
 
 def parts_of(nvml: Any, handle: Any) -> list[Any]:

@@ -63,15 +63,12 @@ class Decisions:
 
     def _decide(self, event: events.Event) -> None:
         before = self.state
-        transition = step(before, event, monotonic_ms())
-        self.state = transition.state
-        self._act(event, before, transition)
-        self._arm(transition.wake_at_ms)
-
-    def _arm(self, wake_at_ms: int | None) -> None:
+        decision = step(before, event, monotonic_ms())
+        self.state = decision.state
+        self._act(event, before, decision)
         self.cancel_tick()
-        if wake_at_ms is not None:
-            delay_s = max(wake_at_ms - monotonic_ms(), 0) / 1000
+        if decision.wake_at_ms is not None:
+            delay_s = max(decision.wake_at_ms - monotonic_ms(), 0) / 1000
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self.post, events.Ticked())
 

@@ -87,20 +87,11 @@ class RunnerEvents:
                 job.prepared()
             case events.StoreHostExited():
                 job.post(replace(event, reason=describe_exit(event.exit_code, event.signal)))
-            case (
-                events.WorkerSuspected()
-                | events.StartFailed()
-                | events.KeptExited()
-                | events.KeptGone()
-                | events.WorkersStuck()
-                | events.StoreHostReady()
-            ):
-                job.post(event)
-            case events.ServeFailed():
-                pass  # The workers will end with this process; nothing else follows from it.
             case events.RunnerRefused():
                 log.error("%s: the job's runner cannot continue: %s", job.rdzv_id, event.reason)
                 job.runner.kill()
+            case _:
+                job.post(event)
 
     async def _lose_runner(self, event: events.RunnerExited) -> None:
         """Kill the processes that a dead runner left behind, then report the runner's end."""

@@ -1,8 +1,6 @@
-"""One job on one node: feeds events to the agent core and carries out its decisions.
+"""Feeds a job's events to the agent core, and carries out its decisions; it never blocks.
 
-Everything here runs in one event loop and never blocks it: the core decides at once, and the runner
-and the server respond with events. A `LocalRound`, which is a single task, owns the workers of a
-round.
+The runner and the server answer with events. A `LocalRound`, one task, owns a round's workers.
 """
 
 from __future__ import annotations
@@ -62,20 +60,6 @@ class JobDriver:
     An error ends only this job, and is raised by `wait`.
     """
 
-    offer = Offer(address="")
-    """This node's offer for each round, without a port."""
-    store_socket: StoreSocket
-    """The socket that is reserved for the next round's store."""
-    ready: asyncio.Event
-    """Set once it is known whether workers can be started on this node."""
-    unready = ""
-    """Why workers cannot be started on this node; empty if they can."""
-    joined = False
-    """Whether the server has admitted this node to the job."""
-    handed_over = False
-    """Whether the next agent has the job, so this one must not end its processes."""
-    ended: asyncio.Future[NodeOutcome]
-
     def __init__(
         self,
         launch: Launch,
@@ -101,8 +85,18 @@ class JobDriver:
             mark = leaked_processes.mark_of(socket)
             launch = replace(launch, environ={**launch.environ, leaked_processes.RUNNER: mark})
         self.launch = launch
+        self.offer = Offer(address="")
+        """This node's offer for each round, without a port."""
         self.store_socket = StoreSocket(loopback_only=True)
+        """The socket that is reserved for the next round's store."""
         self.ready = asyncio.Event()
+        """Set once it is known whether workers can be started on this node."""
+        self.unready = ""
+        """Why workers cannot be started on this node; empty if they can."""
+        self.joined = False
+        """Whether the server has admitted this node to the job."""
+        self.handed_over = False
+        """Whether the next agent has the job, so this one must not end its processes."""
         self.ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
         self.examine = examine
         self.error_files = Aside(ERROR_FILE_WITHIN_S)
@@ -273,9 +267,6 @@ class JobDriver:
         if self._last_round is not None:
             self._last_round.cancel()
         await self.runner.let_go(LET_GO_TIMEOUT_S)
-
-    async def wait(self) -> NodeOutcome:
-        return await self.ended
 
     async def close(self) -> None:
         """End all that remains of the job on this node. May be called again if that fails."""

@@ -1,15 +1,12 @@
 """Has a job's runner write this node's snapshots to disk, and exchange copies with other nodes.
 
-They are written periodically, when this node is about to leave, and at the end, when no workers
-remain. Each node has only its own parts, so all nodes of a round must write the same mark: the
-first mark that became whole in each period, by the server's clock. If all nodes hold the same
-state, only the first node writes it. At the end, and before leaving, every node writes its state,
-because the other nodes may be gone.
+Each node has only its own parts, so all nodes of a round write the same marks: the first that
+became whole in each period, by the server's clock. If all nodes hold the same state, only the first
+node writes it; at the end, and before leaving, every node does, because the others may be gone.
 
-Copies are useful if the state is sharded, because only one node may then hold a given part. The
-server decides which node keeps which copies. This module gives the node's carrier its credentials:
-a new random token in each round, and a certificate if the connection to the server is encrypted.
-The other nodes receive both from the server.
+Copies serve sharded state, of which only one node may hold a part. The server decides who keeps
+which. Here the node's carrier gets its credentials: a new token in each round, and a certificate if
+the connection to the server is encrypted. The other nodes receive both from the server.
 """
 
 from __future__ import annotations

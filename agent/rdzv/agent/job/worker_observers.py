@@ -1,9 +1,8 @@
 """The observers of one job's workers, opened anew for each round, and the notice file beside them.
 
-The notice file tells workers that their node is about to leave. `RDZV_NOTICE_FILE` is its path. The
-file does not exist until there is a notice. It then contains one line of JSON, `{"deadline_unix":
-..., "reason": ...}`, and is replaced atomically if the deadline changes. `docs/drain.md` describes
-how a worker may react. An error only causes a warning, because the workers also get a signal.
+RDZV_NOTICE_FILE names the notice file (`docs/drain.md`). It exists once the node is about to leave,
+holds one line of JSON, `{"deadline_unix": ..., "reason": ...}`, and is replaced atomically. Errors
+only cause a warning, because the workers also get a signal.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Reports to the runner when a worker imports torch, and what its script changed before that.
 
-Two kinds of workers are watched: workers that start cold (by watch_hook/), and forks of a zygote,
-in which torch is hidden until the script imports it. In both, an import finder is placed before the
-others and removed when torch is imported.
+An import finder is placed before the others, in workers that start cold (by watch_hook/) and in
+forks of a zygote, in which torch is hidden until the script imports it.
 
-The report is a JSON datagram, sent to a Unix socket with an abstract address: {changed}, the names
-of the variables that torch reads on import and that the script had set, unset or changed before. In
-a fork, such changes come too late. The C library's environment is compared as well.
+The report is a JSON datagram to a Unix socket with an abstract address: {changed}, the names of the
+variables that torch reads on import and that the script had changed before, which is too late in a
+fork. The C library's environment is compared as well.
 
-This module supports older Python versions than rdzv itself, and imports next to nothing before
-torch is imported.
+This module supports older Python versions, and imports next to nothing before torch is imported.
 """
 
 from __future__ import annotations

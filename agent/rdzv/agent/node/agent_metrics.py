@@ -123,11 +123,26 @@ async def serving_metrics(
     """Collect metrics, and serve /metrics and /healthz until the body ends; yield the address."""
     metrics = AgentMetrics(link, placements)
     metrics.add_process()
-    async with _answering(listen, metrics) as bound:
+
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", page), web.get("/healthz", healthz)])
+    runner = web.AppRunner(app, access_log=None, logger=_http_log)
+    await runner.setup()
+    try:
+        await _start(runner, listen)
+        bound = Listen(listen.host, runner.addresses[0][1])
         link.metrics_at = partial(announced, bound)
         whom = "accessible from this machine only" if bound.loopback else "listed by the server"
         log.info("serving metrics at http://%s/metrics (%s)", bound, whom)
         yield bound
+    finally:
+        await runner.cleanup()
 
 
 def announced(bound: Listen, address: str) -> str:
@@ -148,27 +163,11 @@ def announced(bound: Listen, address: str) -> str:
     return str(bound)
 
 
-@asynccontextmanager
-async def _answering(listen: Listen, metrics: AgentMetrics) -> AsyncIterator[Listen]:
-    async def page(_: web.Request) -> web.Response:
-        return web.Response(body=metrics.text(), headers={"Content-Type": exposition.CONTENT_TYPE})
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    app = web.Application()
-    app.add_routes([web.get("/metrics", page), web.get("/healthz", healthz)])
-    runner = web.AppRunner(app, access_log=None, logger=_http_log)
-    await runner.setup()
+async def _start(runner: web.AppRunner, listen: Listen) -> None:
     try:
-        site = web.TCPSite(runner, listen.host, listen.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise InvalidRequestError(
-                f"`metrics_listen` = {str(listen)!r}: cannot listen there: "
-                f"{error.strerror}; give another address"
-            ) from error
-        yield Listen(listen.host, runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+        await web.TCPSite(runner, listen.host, listen.port).start()
+    except OSError as error:
+        raise InvalidRequestError(
+            f"`metrics_listen` = {str(listen)!r}: cannot listen there: "
+            f"{error.strerror}; give another address"
+        ) from error

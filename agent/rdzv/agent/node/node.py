@@ -22,15 +22,15 @@ from rdzv.agent.workers.fates import NodeOutcome
 from rdzv.core.fleet.nodes import AgentKind
 from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
-from rdzv.transport.channels import PLAIN, Credentials
-from rdzv.transport.endpoints import Endpoint, Listen
+from rdzv.transport.channels import Credentials
+from rdzv.transport.endpoints import Listen
 from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
+    from rdzv.agent.cli.backends import Meeting
     from rdzv.agent.handover.runner_adoption import NodeInstance
     from rdzv.agent.node.placements import Placements
-    from rdzv.stores.etcd_config import EtcdConfig
 
 STEP_SIGNAL = signal.SIGURG
 """Like SIGTERM, for schedulers that signal every process of a step: others ignore it."""
@@ -45,45 +45,40 @@ log = logging.getLogger("rdzv.agent")
 
 
 async def take_part(
-    node_id: str,
-    endpoints: Sequence[Endpoint],
+    meeting: Meeting,
     launches: Sequence[Launch],
-    host_at: Endpoint | None = None,
-    elect_by: EtcdConfig | None = None,
+    credentials: Credentials,
+    *,
     metrics_listen: Listen | None = None,
     preemption: Preemption | None = None,
-    credentials: Credentials = PLAIN,
     started: StartedRunner | None = None,
-    serves_alone: bool = False,
 ) -> list[NodeOutcome]:
     """Take part in these jobs until each has ended for this node, with all its processes gone.
 
     The launches' signals make the node leave all of the jobs in order, and so does a notice from
     `preemption` or from a launch's preemption file.
 
-    With `host_at`, the node serves the others there, unless another process on this machine does;
-    with `serves_alone`, that is an error. With `elect_by`, the nodes elect the one that serves.
-    Without endpoints, the node serves itself, and the store can also be reached at `host_at`.
     `credentials` are for servers at the endpoints. `started` is a runner for the first launch.
     """
     drivers: list[JobDriver] = []
-    endpoints_given = bool(endpoints)
+    servers, job, local_addr = meeting.endpoints, launches[0].job, launches[0].local_addr
     with single_error():
         async with contextlib.AsyncExitStack() as stack:
             signals = {signum for launch in launches for signum in launch.signals}
             early = stack.enter_context(_signals_to(drivers, signals))
-            if not endpoints:
-                own = serving_itself(host_at, launches[0].job.rdzv_id)
-                endpoints = [await stack.enter_async_context(own)]
-            elif host_at is not None:
-                others = serving_others(host_at, launches[0].job.rdzv_id, alone=serves_alone)
+            if not meeting.endpoints:
+                own = serving_itself(meeting.host_at, job.rdzv_id)
+                servers = (await stack.enter_async_context(own),)
+            elif meeting.host_at is not None:
+                # The static back-end names the only node that may serve.
+                alone = bool(meeting.node_id)
+                others = serving_others(meeting.host_at, job.rdzv_id, alone=alone)
                 await stack.enter_async_context(others)
-            servers = endpoints
-            if elect_by is not None:
-                elected = serving_if_elected(elect_by, launches[0].local_addr)
-                servers = [await stack.enter_async_context(elected)]
-            own_identity = identity(node_id, launches[0].local_addr)
-            options = STREAM_OPTIONS if endpoints_given else OWN_SERVER_OPTIONS
+            if meeting.elect_by is not None:
+                elected = serving_if_elected(meeting.elect_by, local_addr)
+                servers = (await stack.enter_async_context(elected),)
+            options = STREAM_OPTIONS if meeting.endpoints else OWN_SERVER_OPTIONS
+            own_identity = identity(job.node_id, local_addr)
             link = ServerLink(servers, own_identity, credentials=credentials, options=options)
             runners = [started, *[None] * (len(launches) - 1)]
             drivers += [
@@ -101,7 +96,7 @@ async def take_part(
                     await driver.prepare()
                 return await _talk(link, drivers)
             finally:
-                link.log_reader.close()
+                link.log_reader.stop_all()
                 for driver in drivers:
                     await driver.close()
 
@@ -149,7 +144,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
     """Keep the stream open until the last job has ended and the server has been informed."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
-        outcomes = await asyncio.gather(*(driver.wait() for driver in drivers))
+        outcomes = await asyncio.gather(*(driver.ended for driver in drivers))
         await link.log_reader.finish(LOG_FINISH_TIMEOUT_S)
         link.close()
         _, late = await asyncio.wait([talk], timeout=LINK_CLOSE_TIMEOUT_S)

@@ -419,7 +419,7 @@ class Placements:
         bug: Exception | None = None
         try:
             await begin
-            self._tell(held, driver, await driver.wait())
+            self._tell(held, driver, await driver.ended)
         except Exception as error:
             if held.driver is None:
                 raise

@@ -1,8 +1,7 @@
 """The server that a node hosts: for itself, for all of a job's nodes, or after an election.
 
-Without a standing rdzvd, one of the job's own agents is the server. With `static` and `c10d`, the
-command line names that agent, which serves from memory as long as it lives. With `etcd`, the agents
-elect the server, its state is in etcd, and another agent takes over when it is gone.
+With `static` and `c10d`, the command line names the agent that serves, from memory, as long as it
+lives. With `etcd`, the agents elect the server, and another one takes over when it is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import errno
 import logging
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv.agent.launch.launch import local_address
@@ -67,8 +67,8 @@ async def serving_itself(
             raise _taken(store_at, f"give this job its own port, or let the system choose: {other}")
         server, bound = await stack.enter_async_context(_serving(config))
         if listening is not None:
-            finder = StoreFinder(server, rdzv_id)
-            await stack.enter_async_context(shared(listening, None, finder.where))
+            find_store = partial(_find_store, server, rdzv_id)
+            await stack.enter_async_context(shared(listening, None, find_store))
         yield Endpoint(bound.host, bound.port)
 
 
@@ -95,22 +95,15 @@ async def serving_others(
         lease=LeaseRules(takeover_grace_ms=TAKEOVER_GRACE_MS),
     )
     async with _serving(config) as (server, bound):
-        finder = StoreFinder(server, rdzv_id)
-        async with shared(listening, Endpoint(bound.host, bound.port), finder.where):
+        find_store = partial(_find_store, server, rdzv_id)
+        async with shared(listening, Endpoint(bound.host, bound.port), find_store):
             yield
             await server.streams.wait_empty(OTHERS_TIMEOUT_S)
 
 
-class StoreFinder:
-    """Finds the store for a job's round."""
-
-    def __init__(self, server: Driver, rdzv_id: str) -> None:
-        self._server = server
-        self._rdzv_id = rdzv_id
-
-    async def where(self) -> Endpoint | None:
-        now = (await self._server.jobs.look(self._rdzv_id)).membership.round
-        return Endpoint(now.master_addr, now.master_port) if now and now.live else None
+async def _find_store(server: Driver, rdzv_id: str) -> Endpoint | None:
+    now = (await server.jobs.look(rdzv_id)).membership.round
+    return Endpoint(now.master_addr, now.master_port) if now and now.live else None
 
 
 @contextlib.asynccontextmanager

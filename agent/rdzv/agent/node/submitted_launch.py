@@ -1,8 +1,7 @@
 """The launch of a submitted job that was placed on this node.
 
-A submitted job inherits nothing: its environment comes from the node's settings for all jobs and
-from the submission, its folder from the submission, and its GPUs from the node's ledger. From the
-agent's own environment it gets only the variables that the configuration names.
+It inherits nothing: its environment comes from the node's settings and the submission, its GPUs
+from the node's ledger. Of the agent's own variables it gets only those that the settings name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reports when this node's workers in one job enter collectives, from torch's record of them.
 
-All workers are queried every few seconds, or less often if their responses take long. The number of
-collectives reported for a process group hardly depends on how many there were: `chosen` selects the
-same ones on every node. A collective on GPUs is recorded when it is enqueued, which says little, so
-it is reported only if torch measured its duration (TORCH_NCCL_ENABLE_TIMING=1).
+How much is reported hardly depends on how many collectives there were: `chosen` selects the same
+ones on every node. One on GPUs is recorded when it is enqueued, which says little, so it is
+reported only if torch measured its duration (TORCH_NCCL_ENABLE_TIMING=1).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Queries workers for the record of their collectives, which `worker_hook` makes available.
 
-Each worker's torch serves HTTP on a Unix socket in the same folder as its progress file. The folder
-belongs to the job's account, and is accessed with that account's rights; every request has a
-deadline, and responses are bounded. A stopped worker does not respond. A failed one may have left
-its record in the folder. For an aborted worker, its last response counts if by then it had been
-waiting long in a collective.
+Each worker's torch serves HTTP on a Unix socket beside its progress file, in a folder of the job's
+account. Every request has a deadline, and responses are bounded. A failed worker may have left its
+record in the folder; of an aborted one, the last response counts if it had been waiting long.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Detects hung workers of one job on this node, for --hang-timeout.
+"""Detects hung workers of one job on this node, for --hang-timeout, by `core/hang_decision`.
 
-A worker is alive as long as it writes anything to the file named by RDZV_PROGRESS_FILE. If it has
-not written to the file in this round, it is alive as long as it completes collectives, which its
-torch counts; it is asked for the count at long intervals. The watch also records whether the
-process is in D state. Workers are checked at intervals, because inactivity causes no event. Hung
-workers are reported to the server, which stops them. `core/hang_decision` decides when a worker is
-hung.
+A worker is alive as long as it writes to the file named by RDZV_PROGRESS_FILE. If it has not done
+so in this round, it is alive as long as it completes collectives, which its torch counts and is
+asked for at long intervals. Hung workers are reported to the server, which stops them.
 """
 
 from __future__ import annotations

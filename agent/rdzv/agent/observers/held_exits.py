@@ -1,11 +1,10 @@
 """Holds back the exit of a worker whose collective has failed, until all ranks have been queried.
 
-A collective that times out fails on the ranks that have entered it. The rank that has not entered
-it is still running, and its stack shows what it is doing instead. So the timeout is reported as a
-hang: the server takes the stacks and the records of all ranks, and ends the round because of the
-rank that the others are waiting for. In the meantime nothing is stopped here. If the server finds
-nothing, or is away, the exit is soon processed like any other. Peers lose their connections at the
-first exit, and also hold back theirs, for a moment in which the server may query them.
+A collective that times out fails on the ranks that have entered it. The rank that has not is still
+running, and its stack shows what it is doing instead. So the timeout is reported as a hang, and the
+server ends the round because of the rank that the others wait for. If it finds nothing, or is away,
+the exit is soon processed like any other. Peers lose their connections at the first exit, and hold
+back theirs for a moment, too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Reports the workers' progress, which each writes to the file named by RDZV_PROGRESS_FILE.
 
-A worker may write its step, in decimal, at any time; `docs/progress.md` has the format. The files
-are read once a second, more often before the first step of a round, and changes are reported to the
-server. Progress is for people: nothing waits for it, and an error with a file only causes a
-warning. It decides only one thing, at the end of a round: whether the round has progressed beyond
-the highest step so far. `hang_watch` detects files that are no longer being written, if that is
-requested.
+`docs/progress.md` has the format. Progress is for people, and an error with a file only causes a
+warning. It decides one thing, at the end of a round: whether that has gone beyond the highest step.
 
-The files are in a temporary folder, regardless of --log-dir. A log folder may be on a network disk,
-where a write would cost a worker milliseconds per step, and the agent could hang in a read.
+The files are in a temporary folder, regardless of --log-dir, which may be on a network disk: a
+write there would cost a worker milliseconds per step, and the agent could hang in a read.
 """
 
 from __future__ import annotations

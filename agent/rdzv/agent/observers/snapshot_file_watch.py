@@ -1,13 +1,9 @@
-"""Detects whether a round has changed the snapshot file, the file or folder named by --snapshot.
+"""Detects whether a round has changed the file or folder named by --snapshot.
 
-The path is examined before the first round, and when each round's workers are gone. It has changed
-if its newest time, its size or its number of files differs from the previous examination. Nodes do
-not compare their results, because the path may be on each node's local disk, and different nodes'
-clocks are never compared. It is enough that one node has seen a change.
-
-The path may be on a file server that does not respond. Each examination runs in a thread, and takes
-at most `TIMEOUT_S`. A path that cannot be read counts as changed, so that no job is given up for
-that reason.
+It has changed if its newest time, its size or its number of files differs from what was found
+before. Nodes do not compare their results, because the path may be on each node's local disk; it is
+enough that one has seen a change. Where it cannot be read in time it counts as changed, so that no
+job is given up for that reason.
 """
 
 from __future__ import annotations
@@ -80,33 +76,27 @@ class SnapshotFileWatch:
 
     async def begin_round(self) -> None:
         if self._path is not None and not self._looked:
-            await self._look_aside(self._path)
+            await self._examine(self._path)
 
     async def has_changed(self) -> bool:
         """Return whether the path has changed since the last examination; True if unknown."""
         if self._path is None:
             return False
         before = self._last
-        await self._look_aside(self._path)
+        await self._examine(self._path)
         return before is None or self._last is None or before != self._last
 
-    async def _look_aside(self, path: Path) -> None:
+    async def _examine(self, path: Path) -> None:
+        self._last = None
         try:
-            self._note(await self._aside.answer(self._see, path))
+            self._last = await self._aside.answer(self._see, path)
         except Exception as error:
-            self._note(error)
+            if not self._warned:
+                self._warned = True
+                text = "cannot examine --snapshot=%s (%s); counting that as progress"
+                log.warning(text, path, getattr(error, "strerror", None) or error)
+        self._looked = True
 
     def _see(self, path: Path) -> Sight:
         with acting_as(self._identity):
             return self._look(path)
-
-    def _note(self, seen: Sight | Exception) -> None:
-        self._looked = True
-        if isinstance(seen, tuple):
-            self._last = seen
-            return
-        self._last = None
-        if not self._warned:
-            self._warned = True
-            text = "cannot examine --snapshot=%s (%s); counting that as progress"
-            log.warning(text, self._path, getattr(seen, "strerror", None) or seen)

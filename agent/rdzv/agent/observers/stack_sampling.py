@@ -1,9 +1,8 @@
 """Samples workers' stacks with py-spy, from outside, so that the workers need not cooperate.
 
-py-spy reads another process's memory, and stops the process for some milliseconds to get a
-consistent state; a process that is not running is read without being stopped. If py-spy is not
-permitted, or finds no Python, /proc still shows the process's state and where it sleeps in the
-kernel, and a note explains why no more is available, and what would help.
+py-spy stops a process for some milliseconds, unless it is not running. If py-spy is not permitted,
+or finds no Python, /proc still shows the process's state and where it sleeps in the kernel, and a
+note says why there is no more, and what would help.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
 """Copies lines from the workers' log files to the console, with a prefix.
 
-Workers write directly to files, so they never wait for the agent or die with it. This module
-follows the files, as `tail -f` does. **The file is the buffer**: for a line that is incomplete, or
-that the console does not accept, only its position in the file is kept. So an unread console costs
-neither memory nor event loop time, and a line of any length is copied in one go.
-
-There is a thread for each destination, which copies a chunk of each file in turn, and then looks at
-them again every `LOOK_EVERY_S`. It may block in a write; the event loop never does.
+Workers write directly to files, so they never wait for the agent or die with it. **The file is the
+buffer**: of a line that is incomplete, or that the console does not accept, only the position is
+kept. A thread for each destination may block in a write; the event loop never does.
 
 The format is torchrun's (torch/distributed/elastic/multiprocessing/tail_log.py): the prefix, then
-the line. `\\n`, `\\r\\n` and `\\r` all end a line and are written as `\\n`, so each step of a
-progress bar is a line. There are three deliberate differences:
-
-* A line is copied when it is complete. torchrun copies the available data every 0.1 s and puts a
-  prefix before each piece.
-* A last line without a line ending gets one. torchrun continues the line with the next output.
-* Bytes are passed on unchanged. torchrun decodes them and replaces those that are not UTF-8.
+the line. `\\n`, `\\r\\n` and `\\r` all end a line and are written as `\\n`. Unlike there, a line is
+copied when it is complete, a last line without a line ending gets one, and bytes are unchanged.
 """
 
 from __future__ import annotations

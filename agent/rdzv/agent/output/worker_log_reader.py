@@ -1,10 +1,8 @@
 """Reads the workers' log files for readers that request them through the server, piece by piece.
 
-Each request says how far its reader has come in a round's files. It is answered with one piece and
-with where to continue, so between two pieces nothing is kept here of a reader but its number, and a
-slow one costs nothing: the file is the buffer. Each job's files are read in a separate thread,
-because a hanging file server must not block the agent or the reading of other jobs' files. The file
-names are those given to the workers at their start; a request never contributes to a name.
+Each request says how far its reader has come, and is answered with one piece and where to continue:
+the file is the buffer, so a slow reader costs nothing. Each job's files are read in a thread of its
+own, because a file server may hang. A request never contributes to a file's name.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -92,9 +90,6 @@ class WorkerLogReader:
             async with asyncio.timeout(within_s):
                 while self._readers:
                     await self._all_read.wait()
-
-    def close(self) -> None:
-        self.stop_all()
 
     async def _answer(self, asked: ReadLog, reader: _Reader, refusal: str) -> None:
         piece = LogPiece(asked.request, last=True, error=refusal)
@@ -329,12 +324,12 @@ class _File:
         return self.end is not None and self.offset >= self.end
 
     def size(self) -> int:
-        with _Opened(self.path, self.identity) as fd:
+        with _opened(self.path, self.identity) as fd:
             return os.fstat(fd).st_size
 
     def read(self, limit: int) -> bytes:
         """Return more data, or b"" at the end. A truncated file is reread from its start."""
-        with _Opened(self.path, self.identity) as fd:
+        with _opened(self.path, self.identity) as fd:
             if self.end is not None:
                 limit = min(limit, self.end - self.offset)
             data = os.pread(fd, limit, self.offset)
@@ -345,20 +340,15 @@ class _File:
             return data
 
 
-class _Opened:
-    """A regular file, opened with the account's rights: it may replace folders with links."""
-
-    def __init__(self, path: Path, identity: Identity | None) -> None:
-        self._path = path
-        self._identity = identity
-
-    def __enter__(self) -> int:
-        with acting_as(self._identity):
-            self._fd = open_untrusted(self._path, os.O_RDONLY)
-        return self._fd
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+@contextlib.contextmanager
+def _opened(path: Path, identity: Identity | None) -> Iterator[int]:
+    """Open a regular file with the account's rights: it may replace folders with links."""
+    with acting_as(identity):
+        fd = open_untrusted(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def tail(
@@ -372,7 +362,7 @@ def tail(
     if not tail_lines:
         return start
     start = max(start, size - TAIL_BYTES)
-    with _Opened(path, identity) as fd:
+    with _opened(path, identity) as fd:
         # A line ending at the end of the file does not begin another line.
         end, found = size, -1 if size and os.pread(fd, 1, size - 1) == b"\n" else 0
         while end > start:

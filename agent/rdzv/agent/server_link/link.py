@@ -8,6 +8,7 @@ believes, so losing a message along with the previous stream does no harm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -267,7 +268,9 @@ class ServerLink:
             self._log.lost(
                 endpoint, str(error), again=again, refused=self._refused, most_ms=most_ms
             )
-            await self._wait(wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._closing.wait()
 
     def _tell_lost(self, reason: str) -> None:
         for job in list(self.jobs.values()):
@@ -287,13 +290,6 @@ class ServerLink:
         """None if no job gives up."""
         waits = [job.waits_ms() for job in self.jobs.values()]
         return min((wait_ms for wait_ms in waits if wait_ms is not None), default=None)
-
-    async def _wait(self, wait_s: float) -> None:
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._closing.wait()
-        except TimeoutError:
-            pass
 
     # ------------------------------------------------------------------ one stream
 

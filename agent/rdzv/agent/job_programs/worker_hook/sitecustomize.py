@@ -1,22 +1,18 @@
 """Runs inside a worker. Shows the agent its collectives, and any exception that ends the script.
 
-Python finds this file through PYTHONPATH while a worker's interpreter is starting. It undoes the
-changes that made the interpreter import it, so that no child process does, and then imports the
-site's own `sitecustomize`.
+Python finds this file through PYTHONPATH as it starts. It undoes the changes that made it so, and
+then imports the site's own `sitecustomize`.
 
 An uncaught exception, or the text of `sys.exit("text")`, is written to the worker's error file, as
-torch's `@record` does for the exceptions of the function that it decorates, unless the file already
-exists.
+torch's `@record` does, unless the file exists.
 
-This file does not import torch. Instead, once the script itself has imported torch.distributed,
-`init_process_group` first starts torch's `_WorkerServer`. That server listens on a Unix socket next
-to the worker's progress file, in a folder that only the job's account may enter, and responds from
-threads that do not need the interpreter lock. A script that ends because of a collective's error
-leaves its record there, because it cannot be asked for the record afterwards. Errors in this file
-are written to another file there, and do not affect the script.
+Once the script has imported torch.distributed, `init_process_group` first starts torch's
+`_WorkerServer` on a Unix socket next to the worker's progress file, where only the job's account
+may enter. It responds from threads that do not need the interpreter lock. A script that ends
+because of a collective's error leaves its record there. Errors in this file do not affect it.
 
-It imports only modules that every interpreter has already loaded at startup. It avoids pathlib,
-which would delay every worker's start. It supports Python 3.9 and later.
+It imports only modules that every interpreter has loaded at startup. It avoids pathlib, which would
+delay every worker's start. It supports Python 3.9 and later.
 """
 
 from __future__ import annotations
