@@ -57,7 +57,7 @@ LET_GO_TIMEOUT_S = 2.0
 class JobDriver:
     """Drives a job on this node until the job has ended on it.
 
-    An error ends only this job, and is raised by `wait`.
+    An error ends only this job, and is raised by `ended`.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class JobDriver:
         """
         self.rdzv_id = launch.job.rdzv_id
         self.fence_after_ms = launch.job.fence_after_ms
-        self.local_world_size = launch.job.local_world_size
-        self.counts = link.counts.job(launch.job.local_world_size)
+        self.local_world_size = size = launch.job.local_world_size
+        self.counts = link.counts.job(size)
         socket = None if keeping is None else keeping.socket
         if socket is not None:
             mark = leaked_processes.mark_of(socket)
@@ -90,13 +90,9 @@ class JobDriver:
         self.store_socket = StoreSocket(loopback_only=True)
         """The socket that is reserved for the next round's store."""
         self.ready = asyncio.Event()
-        """Set once it is known whether workers can be started on this node."""
+        """Set once it is known whether workers can be started here, or why not (`unready`)."""
         self.unready = ""
-        """Why workers cannot be started on this node; empty if they can."""
-        self.joined = False
-        """Whether the server has admitted this node to the job."""
-        self.handed_over = False
-        """Whether the next agent has the job, so this one must not end its processes."""
+        self.joined = self.handed_over = False
         self.ended: asyncio.Future[NodeOutcome] = asyncio.get_running_loop().create_future()
         self.examine = examine
         self.error_files = Aside(ERROR_FILE_WITHIN_S)
@@ -110,23 +106,16 @@ class JobDriver:
         self._started = started
         self._linked: RunnerLink | None = None
         self._last_round: LocalRound | None = None
-        self._zygote_begun = False
-        self._preparing = False
+        self._zygote_begun = self._preparing = False
         self._snapshot_reports = SnapshotReports(self.report)
         self.observers = WorkerObservers(launch, self.report, self._read_clock)
         self._stacks = StackAnswers(self._say_stacks, self.observers.records)
-        self.workers = LocalWorkerGroup(
-            launch, self.observers.progress.file, self.observers.notice.path
-        )
-        self.starts = LocalStarts(
-            self.rdzv_id,
-            self.local_world_size,
-            monotonic_ms,
-            self.report,
-            watched=not launch.warm,
-        )
+        progress, notice = self.observers.progress, self.observers.notice
+        self.workers = LocalWorkerGroup(launch, progress.file, notice.path)
+        who, watched = (self.rdzv_id, size), not launch.warm
+        self.starts = LocalStarts(*who, monotonic_ms, self.report, watched=watched)
         self.event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
-        self.fates = FateRecorder(self.event_log, self.local_world_size, monotonic_ms)
+        self.fates = FateRecorder(self.event_log, size, monotonic_ms)
         self._events = RunnerEvents(self, socket)
 
     # ------------------------------------------------------------------ life cycle
