@@ -31,10 +31,6 @@ class Contents:
     """A state's entries, divided into modules, optimizers, other objects and plain values."""
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        """Sort the entries by kind.
-
-        Raises `WorkerError` for an entry that a new round would break.
-        """
         self.modules: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.objects: dict[str, Any] = {}
@@ -55,15 +51,15 @@ class Contents:
                 self.values[name] = entry
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters that an optimizer updates, with their names, each listed once."""
+        """Return the parameters that an optimizer updates, each once."""
         stepped = self._stepped()
         return [(name, one) for name, one in self._all_parameters() if id(one) in stepped]
 
     def outside(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that no optimizer updates but that all ranks share, with their names.
+        """Return what no optimizer updates but all ranks share.
 
-        These are the parameters of any module that none of the state's optimizers trains (such as
-        an average of the weights), its buffers, and frozen parameters.
+        That is frozen parameters, and all of a module that no optimizer trains, such as an
+        average of the weights.
         """
         stepped = self._stepped()
         found = [(name, one) for name, one in self._all_parameters() if id(one) not in stepped]
@@ -73,10 +69,7 @@ class Contents:
         return found
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Return the buffers of trained modules, with names.
-
-        Each rank has its own (batch norm averages).
-        """
+        """Return the buffers of trained modules: each rank has its own (batch norm averages)."""
         stepped = self._stepped()
         return [
             (f"{name}.{path}", one)
@@ -86,7 +79,6 @@ class Contents:
         ]
 
     def optimizer_state(self) -> list[tuple[tuple[str, int, str], Any]]:
-        """List the optimizers' state, keyed by optimizer, parameter index and name."""
         return [
             ((name, place, str(key)), value)
             for name, optimizer in self.optimizers.items()
@@ -110,7 +102,6 @@ class Contents:
         return found
 
     def refuse_shards(self) -> None:
-        """Raise `UnsupportedError` if any parameter is sharded or replicated over a device mesh."""
         for name, parameter in self._all_parameters():
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
                 raise UnsupportedError(
@@ -164,7 +155,6 @@ def _load_object(entry: Any, state: Any) -> None:
 
 
 def _copied(name: str, what: Any, copy: Callable[[Any], Any]) -> Any:
-    """Copy an entry. Raises `CannotBroadcastError`, naming the entry, if it cannot be copied."""
     try:
         return copy(what)
     except Exception as error:
@@ -175,10 +165,7 @@ _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RuntimeError)
 
 
 def packed(**parts: Any) -> bytes:
-    """Pickle named parts, which may contain images of shapes.
-
-    Raises `CannotBroadcastError`, naming the entry, if an image's small values cannot be pickled.
-    """
+    """Pickle named parts. `CannotBroadcastError` names the entry that cannot be pickled."""
     try:
         return _pickled(parts)
     except _PICKLE_ERRORS:
@@ -260,7 +247,6 @@ class Image:
         return [value for _, value, _ in self.optimizers if _is_large(value)]
 
     def mapped(self, make: Callable[[str, Any], Any]) -> Image:
-        """Return an image with `make(name, tensor)` for each tensor or shape, called in order."""
         return replace(
             self,
             parameters={name: make(name, one) for name, one in self.parameters.items()},
@@ -288,7 +274,7 @@ def _is_large(value: Any) -> bool:
 def image_of(
     step: int, tensors: Sequence[tuple[str, Tensor]], contents: Contents, small: dict[str, Any]
 ) -> Image:
-    """Return an image of these tensors and the optimizers' state, sharing their memory."""
+    """Return an image that shares the memory of these tensors."""
     return Image(
         step,
         {name: local(one) for name, one in tensors},
@@ -327,7 +313,6 @@ def put_back(
 
 
 def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
-    """Copy the values that change outside optimizer steps, and return them with these buffers."""
     return {
         "buffers": buffers,
         "groups": {
@@ -354,7 +339,7 @@ def put_small(small: Mapping[str, Any], contents: Contents) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor (all of it if not sharded), sharing its memory."""
+    """Return this rank's part of a tensor, sharing its memory."""
     return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
@@ -379,7 +364,6 @@ def _like(parameter: Any, value: Tensor) -> Tensor:
 
 
 def captured_rng() -> dict[str, Any]:
-    """Return the generator states of Python, torch, the GPU and, if it is imported, numpy."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state()
@@ -401,10 +385,7 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 
 def derive_rng(seed: int, rank: int, step: int) -> None:
-    """Seed all generators for a rank that enters the job at a given step.
-
-    The same three numbers produce the same states in every process; other numbers produce others.
-    """
+    """Seed all generators, for a rank that enters the job at a step."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
     derived = int.from_bytes(digest, "big") >> 1
     random.seed(derived)

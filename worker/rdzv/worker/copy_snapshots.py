@@ -87,7 +87,6 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Allow `rate` bytes per second, in bursts of a twentieth of that; 0 means no limit."""
         self._rate = rate
         self._most = max(rate / 20, PIECE_BYTES)
         self._clock, self._sleep = clock, sleep
@@ -110,13 +109,11 @@ class TokenBucket:
 
 
 def proof(token: str, role: str, *nonces: bytes) -> bytes:
-    """Return a proof that this side knows the token, for the peer that made one of the nonces."""
     text = b"".join((role.encode(), *nonces))
     return hmac.new(token.encode(), text, hashlib.sha256).digest()
 
 
 def receive(sock: socket.socket, into: memoryview, until: float) -> None:
-    """Fill a buffer. Raises `CopyError` if the peer disconnects or `until` passes."""
     while into:
         if time.monotonic() > until:
             raise CopyError("it takes too long")
@@ -170,7 +167,6 @@ class Sender:
             self._places.release()
 
     def serve(self, sock: socket.socket) -> None:
-        """Serve one peer until it disconnects. Raises `CopyError` if it does not know the token."""
         token, nonce = self.token, os.urandom(32)
         sock.sendall(GREETING.pack(PROTOCOL, nonce))
         until = time.monotonic() + STALL_TIMEOUT_S
@@ -223,10 +219,6 @@ class Fetch(threading.Thread):
         *,
         encrypted: bool,
     ) -> None:
-        """Fetch what the runner has `asked` into `fds`.
-
-        With `encrypted`, nothing is fetched from nodes that do not encrypt.
-        """
         super().__init__(daemon=True)
         self._id, self._say = asked["id"], say
         self._rate = rate
@@ -294,7 +286,6 @@ class Fetch(threading.Thread):
 
 
 def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
-    """Start TLS. Raises `CopyError` unless the peer's certificate has this SHA-256 fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The certificate is self-signed and identified by its digest.
@@ -308,7 +299,6 @@ def encrypt(sock: socket.socket, fingerprint: str) -> ssl.SSLSocket:
 
 
 def greet_sender(sock: socket.socket, token: str) -> bytes:
-    """Authenticate both sides by the token. Returns the connection's key."""
     until = time.monotonic() + STALL_TIMEOUT_S
     protocol, theirs = GREETING.unpack(received(sock, GREETING.size, until))
     if protocol != PROTOCOL:
@@ -408,7 +398,6 @@ def listen() -> socket.socket:
 
 
 def server_context(pem: str) -> ssl.SSLContext:
-    """Return a TLS server context for this key and certificate. Peers need no certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # The ssl module loads these only from a file, so the file is in memory.

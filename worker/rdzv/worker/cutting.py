@@ -47,14 +47,13 @@ class RoundCut:
         return self._is_cut
 
     def add(self, backend: GlooCut | NcclCut) -> None:
-        """Add a backend to cut; if the others are already cut, cut it at once."""
         with self._lock:
             self._backends.append(backend)
             if self._is_cut:
                 backend.cut()
 
     def is_done(self) -> bool:
-        """Return whether all backends are cut, after waiting for a cut in progress."""
+        """Return whether all backends are cut, after a cut in progress."""
         with self._lock:
             return self._is_cut
 
@@ -66,10 +65,9 @@ class RoundCut:
                 backend.cut()
 
     def release(self, *, over: bool) -> None:
-        """End the cut, now that the round's groups are destroyed.
+        """End the cut, once the round's groups are destroyed.
 
-        If the round has ended (`over`), all ranks are cut. Otherwise peers must be able to see
-        their connections close.
+        If the round is not `over`, peers must see their connections close.
         """
         with self._lock:
             for backend in self._backends:
@@ -123,7 +121,7 @@ class GlooCut:
         return self._store | set(self.published)
 
     def note(self, value: Any, *, own: bool = False) -> None:
-        """Record a value that has passed through the store, if it is one of gloo's."""
+        """Record a value that has passed through the store, if it is an address of gloo's."""
         found = parse(value.encode() if isinstance(value, str) else bytes(value))
         if found is not None:
             self.published.add(found[0])
@@ -158,11 +156,10 @@ class GlooCut:
         return self._is_cut or any_ended(self._connections)
 
     def note_success(self) -> None:
-        """Note that all earlier collectives have succeeded, because no connection has ended."""
+        """Note that all earlier collectives have succeeded, as no connection has ended."""
         self._note_succeeded("last_enqueued_collective")
 
     def has_begun_another(self) -> bool:
-        """Return whether a collective began after the last that is known to have succeeded."""
         begun = self._counted("last_enqueued_collective")
         return any(number > self._succeeded.get(group, 0) for group, number in begun.items())
 
@@ -191,10 +188,6 @@ class GlooCut:
             connection.close()
 
     def release(self, *, over: bool) -> None:
-        """Close the connections.
-
-        Peers notice this, except on connections that the runner also holds.
-        """
         let_go(self._held, self._handed_over if over else ())
 
 
@@ -217,7 +210,6 @@ def _groups() -> set[str]:
 
 
 def _collectives(which: str) -> dict[str, int]:
-    """Return a number that torch records for each gloo group; empty if torch records none."""
     c10d = sys.modules.get("torch._C._distributed_c10d")
     dump = getattr(c10d, "_dump_fr_trace_json", None)
     status = {} if dump is None else json.loads(dump(includeCollectives=False)).get("pg_status", {})
@@ -247,8 +239,8 @@ _SOCKADDR_BYTES = 128
 def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
     """Parse a value that a rank has published: its address, and an 8-byte id for each peer.
 
-    The format is the host name and a `sockaddr_storage` followed by a number, each preceded by its
-    8-byte length, and then the ids. Returns None for any other value.
+    The host's name and a `sockaddr_storage` with a number, each preceded by its 8-byte length, and
+    then the ids. Returns None for any other value.
     """
     try:
         (name_bytes,) = struct.unpack_from("<Q", value)
@@ -273,11 +265,10 @@ def parse(value: bytes) -> tuple[Address, list[bytes]] | None:
 
 
 def recording_store(inner: Store, gloo: GlooCut, refuse: Callable[[], None]) -> Store:
-    """Return a store that forwards every call to `inner`, and shows values to `gloo`.
+    """Return a store that shows to `gloo` what passes through it to `inner`.
 
-    `refuse` is called before each operation, and raises once the round is cut, so that no new group
-    can be created. The store must live as long as the groups that use it, because torch calls into
-    it.
+    `refuse` raises once the round is cut, so that no new group can be created. The store must live
+    as long as the groups that use it.
     """
     store: Store = _store_class()(inner, gloo, refuse)
     return store
@@ -376,7 +367,6 @@ class LostWait:
 
 
 def cpu_ticks() -> tuple[str, str]:
-    """Return the main thread's CPU time in kernel ticks, usually of 10 ms each."""
     pid = os.getpid()
     stat = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
     fields = stat.rpartition(")")[2].split()
@@ -389,13 +379,10 @@ def cpu_ticks() -> tuple[str, str]:
 def stop_reading(addresses: Collection[Address], held: dict[int, socket.socket]) -> None:
     """Shut down for reading each connection with one of these addresses at either end.
 
-    Its owner reads the end of the stream at once. A duplicate of each connection is stored in
-    `held`, by inode, so that the peer notices nothing before `let_go`, even if the owner closes the
-    connection. If no descriptors are left for duplicates, the connections are shut down all the
-    same.
+    A duplicate of each is kept in `held`, by inode, so that the peer notices nothing before
+    `let_go`. Without descriptors for these, the connections are shut down all the same.
     """
-    for _, connection in _connections(addresses):
-        inode = os.fstat(connection.fileno()).st_ino
+    for _, inode, connection in _connections(addresses):
         if inode in held:
             continue
         with contextlib.suppress(OSError):
@@ -417,13 +404,9 @@ def let_go(held: dict[int, socket.socket], but: Collection[int] = ()) -> None:
 def duplicates(
     addresses: Collection[Address], but: Collection[int] = ()
 ) -> dict[int, socket.socket]:
-    """Return duplicates of the connections with one of these addresses, by inode, except `but`.
-
-    The caller must close them. Connections that no descriptor is left for are omitted.
-    """
+    """Return duplicates of these connections by inode, as far as there are descriptors for them."""
     found = {}
-    for _, connection in _connections(addresses):
-        inode = os.fstat(connection.fileno()).st_ino
+    for _, inode, connection in _connections(addresses):
         if inode not in but and inode not in found:
             with contextlib.suppress(OSError):
                 found[inode] = duplicate(connection)
@@ -431,14 +414,11 @@ def duplicates(
 
 
 def inodes(addresses: Collection[Address]) -> dict[int, int]:
-    found = {}
-    for fd, connection in _connections(addresses):
-        found[fd] = os.fstat(connection.fileno()).st_ino
-    return found
+    return {fd: inode for fd, inode, _ in _connections(addresses)}
 
 
 def any_ended(connections: Mapping[int, int]) -> bool:
-    """Return whether either end has closed any of these connections, which `inodes` returned."""
+    """Return whether either end has closed one of these connections (`inodes`)."""
     ends = select.poll()
     try:
         for fd, inode in connections.items():
@@ -457,17 +437,14 @@ def drop_in_child(addresses: Collection[Address]) -> None:
     Each descriptor is replaced with /dev/null, so that its number is not reused for another file,
     which torch's objects in the child might then close.
     """
-    found = [fd for fd, _ in _connections(addresses)]
-    if not found:
-        return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in found:
+    for fd in inodes(addresses):
         os.dup2(null, fd, inheritable=False)
     os.close(null)
 
 
 def knock(address: Address, greeting: bytes, timeout_s: float = 0.2) -> None:
-    """Connect, send a greeting and reset the connection, ignoring errors."""
+    """Connect, send a greeting and reset the connection."""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout_s) as caller:
         caller.sendall(greeting)
         # The other side then reads an error, not the end of the stream.
@@ -495,26 +472,26 @@ def plain(address: tuple[object, ...]) -> Address:
 
 
 def duplicate(connection: socket.socket) -> socket.socket:
-    """Return a duplicate without socket.dup(), which would make both sockets blocking."""
+    """Duplicate without socket.dup(), which would make both sockets blocking."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, socket.socket]]:
+def _connections(addresses: Collection[Address]) -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield descriptor, inode and a duplicate of each, which is closed before the next."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):  # noqa: PTH115
                 continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:
             continue  # Another thread has closed it.
-        with duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if duplicate.type != socket.SOCK_STREAM:
+        with connection:
+            is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if not is_ip or connection.type != socket.SOCK_STREAM:
                 continue
             try:
-                ends = {plain(duplicate.getsockname()), plain(duplicate.getpeername())}
+                ends = {plain(connection.getsockname()), plain(connection.getpeername())}
             except OSError:
                 continue  # It is listening, or no longer connected.
             if not ends.isdisjoint(addresses):
-                yield int(name), duplicate
+                yield int(name), os.fstat(connection.fileno()).st_ino, connection

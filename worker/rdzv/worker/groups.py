@@ -56,10 +56,7 @@ class RoundGroups:
         """Whether the round uses NCCL, and nothing in the process ends a hanging collective."""
 
     def open(self) -> None:
-        """Create the default group, blocking until all ranks in the round do so.
-
-        Raises `RoundOver` or a collective's exception if the round ends in the meantime.
-        """
+        """Create the default group, blocking until all ranks do so, or the round ends."""
         from torch._C._distributed_c10d import PrefixStore
 
         _check_torch()
@@ -103,9 +100,8 @@ class RoundGroups:
     def has_failed(self, *, is_in_step: bool) -> bool:
         """Return whether a collective may have failed, even if the script caught its exception.
 
-        Before an optimizer's step, it suffices that a connection has ended, because the step can be
-        repeated. Afterwards, a collective must have begun since the last one that is known to have
-        succeeded.
+        Before an optimizer's step an ended connection suffices, as the step can be repeated;
+        afterwards a collective must have begun since the last that is known to have succeeded.
         """
         if self._link is None or self._link.is_closed:
             return False
@@ -119,7 +115,6 @@ class RoundGroups:
         return self.gloo is not None and self.gloo.has_begun_another()
 
     def hold_connections(self) -> None:
-        """Have the runner hold the connections made since the last call."""
         if self.gloo is not None and self._link is not None and self._link.holds_connections:
             self.gloo.hand_over(self._link.hold_open)
 
@@ -240,7 +235,7 @@ def _forget_meshes() -> None:
 
 
 def _holders(group: object) -> set[str]:
-    """Return the names of the types that refer to a group; for a dictionary, its owner's type."""
+    """Return the names of the types that refer to a group; for a dictionary, its owner's."""
     names = set()
     for holder in gc.get_referrers(group):
         if isinstance(holder, dict):
@@ -262,7 +257,6 @@ def _check_torch() -> None:
 
 
 def default_backend() -> str:
-    """Return the backend of a group whose script names none: NCCL beside gloo on GPUs."""
     if torch.cuda.is_available() and dist.is_nccl_available():
         return "cpu:gloo,cuda:nccl"
     return "gloo"

@@ -102,7 +102,7 @@ def elect(offers: list[StateOffer]) -> int:
 
 
 def receivers(offers: list[StateOffer], source: int) -> list[int]:
-    """Return the ranks that need the source's state, because their own state differs from it."""
+    """Return the ranks whose state differs from the source's."""
     one = offers[source]
     return [
         rank
@@ -194,10 +194,7 @@ def _exchange_offers(
 def compare_manifests(
     hashes: Sequence[str], manifest: list[list[str]], round_: Round, store: Store, key: str
 ) -> None:
-    """Raise an error on every rank if any describes its state differently from RANK 0.
-
-    That one has stored its manifest under `key`.
-    """
+    """Raise on every rank if any describes its state differently from RANK 0."""
     others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
     if not others:
         return
@@ -332,7 +329,7 @@ def transfer(
 
 
 def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    """Broadcast tensors in place from one rank of a group to the others, batching small ones."""
+    """Broadcast tensors in place, batching small ones."""
     known = [device.type for device in group._device_types]
     sends = dist.get_rank() == source
     for bucket in buckets_of(tensors):
@@ -346,7 +343,7 @@ def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
 
 
 def buckets_of(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide tensors, in order, into batches of one type and device, each to be sent at once."""
+    """Divide tensors, in order, into batches of one type and device."""
     bucket: list[Tensor] = []
     octets = 0
     for tensor in tensors:

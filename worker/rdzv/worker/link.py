@@ -51,10 +51,6 @@ class Received:
         self._fds: list[int] = []
 
     def read(self, link: socket.socket) -> None:
-        """Read once, blocking until data arrives.
-
-        Raises `BrokenLinkError` at the end of the stream.
-        """
         size = array.array("i").itemsize
         try:
             data, ancillary, _, _ = link.recvmsg(
@@ -72,10 +68,7 @@ class Received:
         self._bytes += data
 
     def next_message(self) -> tuple[Mapping[str, Any], list[int]] | None:
-        """Return the next complete message and its descriptors, or None if none is complete.
-
-        The caller owns the descriptors. Raises `BrokenLinkError` for data that is not a frame.
-        """
+        """Return the next complete message, and its descriptors, which the caller owns."""
         if len(self._bytes) < 4:
             return None
         (length,) = struct.unpack_from(">I", self._bytes)
@@ -119,7 +112,7 @@ _FDS_AT_ONCE = 200
 
 @dataclass(frozen=True)
 class Go:
-    """The runner's message that this worker takes part in the next round."""
+    """This worker takes part in the next round."""
 
     round: int
     env: Mapping[str, str]
@@ -132,17 +125,14 @@ class Go:
 
 @dataclass(frozen=True)
 class Release:
-    """The runner's message that this worker must raise the exception it reported, and end."""
+    """This worker must raise the exception it reported, and end."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class GivenSlots:
-    """The memory that the runner provides for snapshots.
-
-    The receiver must close the descriptors.
-    """
+    """Memory for snapshots. Who receives it closes the descriptors."""
 
     size: int
     fds: list[int]
@@ -165,10 +155,7 @@ class Announced:
 
 
 class Link:
-    """A worker's end of the socket.
-
-    All methods are thread-safe, and methods that wait release the GIL.
-    """
+    """A worker's end of the socket. All methods are thread-safe, and release the GIL to wait."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -191,7 +178,6 @@ class Link:
         self.announced = Announced()
 
     def listen(self) -> None:
-        """Send the hello and start the receiving thread, which ends with the process."""
         os.register_at_fork(after_in_child=self._leave_to_parent)
         self._send({"type": "hello", "protocol": PROTOCOL, "version": VERSION, "wants_queue": True})
         threading.Thread(target=self._listen, name="rdzv link", daemon=True).start()
@@ -201,7 +187,7 @@ class Link:
         return self._closed
 
     def begin(self, number: int, cut: RoundCut) -> None:
-        """Cut a round as soon as it is over, or immediately if it already is."""
+        """Cut a round as soon as it is over."""
         with self._changed:
             self._round = number
             self._cut, self._lost_wait = cut, LostWait()
@@ -213,7 +199,6 @@ class Link:
         return self._over_through >= self._round
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the round to end, and return whether it has."""
         with self._changed:
             return self._changed.wait_for(self.is_over, timeout_s)
 
@@ -263,8 +248,7 @@ class Link:
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
         """Request this worker's slots, of at least `size` bytes; with 0, those that hold data.
 
-        With `copies`, also request the copies of other nodes' snapshots. Waits up to 10 seconds for
-        the runner's response.
+        With `copies`, also the copies of other nodes' snapshots. Waits up to 10 seconds.
         """
         if SNAPSHOTS_VARIABLE not in os.environ:
             return GivenSlots(0, [], "its runner holds no snapshots")
@@ -281,7 +265,7 @@ class Link:
         self._send({"type": "saved", "slot": slot, **what})
 
     def wait_for_order(self) -> Go | Release | None:
-        """While parked, wait for the runner's order. Returns None if the runner is gone."""
+        """Wait for the runner's order. Returns None if the runner is gone."""
         with self._changed:
             self._changed.wait_for(lambda: self._order is not None or self._closed)
             order, self._order = self._order, None
@@ -332,16 +316,9 @@ class Link:
     def _take(self, message: Mapping[str, Any], fds: list[int]) -> None:
         kind = message.get("type")
         if kind == "go":
-            self._note(
-                Go(
-                    round=int(message["round"]),
-                    env={str(name): str(value) for name, value in message["env"].items()},
-                    source=message.get("source"),
-                    step=message.get("step"),
-                    stdout=message.get("stdout"),
-                    stderr=message.get("stderr"),
-                )
-            )
+            env = {str(name): str(value) for name, value in message["env"].items()}
+            more = {name: message.get(name) for name in ("source", "step", "stdout", "stderr")}
+            self._note(Go(int(message["round"]), env, **more))
             return
         if kind in ("slots", "no_slots"):
             count, reason = 2 if kind == "slots" else 0, str(message.get("reason", ""))

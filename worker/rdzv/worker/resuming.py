@@ -45,9 +45,7 @@ FOLDER_VARIABLE = "RDZV_SNAPSHOT_DIR"
 
 
 def newest_whole(found: Iterable[tuple[Mark, int]]) -> Mark | None:
-    """Return the newest state for which all parts were found, or None if there is none.
-
-    `found` contains each snapshot's mark and part number.
+    """Return the newest state of which all parts were found.
 
     >>> one, two = Mark(0, 20, "a", 2), Mark(0, 30, "a", 2)
     >>> newest_whole([(one, 0), (two, 0), (one, 1)]).step
@@ -108,7 +106,6 @@ class Found:
         return self.header.bytes
 
     def belongs_to(self, mark: Mark) -> bool:
-        """Whether it belongs to a state. One without state belongs to any state of its step."""
         return self.mark == mark if self.header.shards else self.mark.time == mark.time
 
 
@@ -116,7 +113,6 @@ class Resuming:
     """The snapshots that this rank can load. Used only in a round of new processes."""
 
     def __init__(self, held: HeldSlots | None, sealing: Sealing, round_: Round) -> None:
-        """Find snapshots that fit this state. Without a runner, there are none in memory."""
         self._held = held
         self._sealing = sealing
         self._round = round_
@@ -165,7 +161,6 @@ class Resuming:
         return is_loaded
 
     def _compare(self, announced: tuple[int, ...], loaded: tuple[int, int]) -> None:
-        """Report, on one rank, if the announced snapshots in memory are not the ones loaded."""
         if loaded < announced and self._round.rank == 0:
             if self.mark is None:
                 instead = "nothing is loaded: the script starts from its own checkpoint or anew"
@@ -185,7 +180,6 @@ class Resuming:
             derive_rng(torch.initial_seed(), self._round.rank, self.mark.step)
 
     def give_up(self) -> None:
-        """Give these snapshots up for good, because they do not fit the script's objects."""
         if self._held is not None:
             for number in range(len(self._held.slots)):
                 self._held.clear(number)
@@ -252,11 +246,7 @@ class Resuming:
                     step.mark_loaded(nonce)
 
     def _on_disk(self, folder: str) -> list[Found]:
-        """List the steps on disk that this rank can load.
-
-        A state that is not sharded is loaded by LOCAL_RANK 0 on each node. Each part of a sharded
-        state is loaded by its own rank.
-        """
+        """List the steps on disk that this rank can load: its part, or one for each node."""
         found = []
         # The folder is shared, so one rank on each node says what cannot be read.
         say = self._refuse if self._round.local_rank == 0 else None

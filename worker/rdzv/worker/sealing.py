@@ -63,7 +63,7 @@ class Sealing:
 
     @property
     def is_torn(self) -> bool:
-        """Whether this rank has no whole state, and thus cannot heal other ranks."""
+        """Whether this rank has no whole state to heal others with."""
         return self.torn or self.shards.is_missing
 
     @property
@@ -73,7 +73,6 @@ class Sealing:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this rank has been brought to the state of a round's source at least once."""
         return self._sealed is not None
 
     def holds(self) -> dict[str, Any]:
@@ -85,10 +84,7 @@ class Sealing:
         }
 
     def content(self, *, with_state: bool) -> Content:
-        """Return the sealed step, sharing memory with tensors that the next step changes.
-
-        Without `with_state`, a state that is not sharded is omitted.
-        """
+        """Return the sealed step, sharing memory with tensors that the next step changes."""
         sealed, parts = self._sealed, self.shards.parts
         assert sealed is not None
         step, contents = self.step or 0, self.contents
@@ -107,7 +103,7 @@ class Sealing:
         return image_of(self.step or 0, tensors, contents, small)
 
     def load(self, image: Image, *, with_buffers: bool = True) -> None:
-        """Load a state into the contents; its optimizer tensors are handed over, not copied."""
+        """Load a state; its optimizer tensors are handed over, not copied."""
         contents = self.contents
         tensors = [*contents.parameters(), *contents.outside()]
         put_back(image, contents, tensors, contents.buffers() if with_buffers else [])
@@ -118,7 +114,7 @@ class Sealing:
         _copy_back(own["buffers"], self.contents.buffers())
 
     def begin_round(self, rank: int, world_size: int, before_step: Callable[[], None]) -> None:
-        """Prepare for a round. `before_step` is called before each step, and may refuse it."""
+        """Prepare for a round. `before_step` may refuse a step."""
         self._before_step, self._place = before_step, (rank, world_size)
         for optimizer in self.contents.optimizers.values():
             # An interrupted backward pass may have left gradients.
@@ -132,11 +128,9 @@ class Sealing:
         self._before = None
 
     def end_round(self) -> None:
-        """From now on, allow optimizers to step without a check, because no round is running."""
         self._before_step = None
 
     def add(self, parts: Parts, *, holds_last: bool) -> None:
-        """Adopt a sharded part of the state that is at the same step as the rest of it."""
         for optimizer in parts.contents.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_hold)
         self.shards.begin(parts, holds_last=holds_last)
@@ -156,17 +150,16 @@ class Sealing:
         self.is_redo = False
 
     def roll_back(self) -> None:
-        """Restore everything except parameters and optimizer state to the sealed step."""
         assert self._sealed is not None
         self._sealed.put_back(self.contents)
 
     def roll_back_local(self) -> None:
-        """Restore only this rank's own values: its buffers and random number generators."""
+        """Restore only this rank's own buffers and generators."""
         assert self._sealed is not None
         self._sealed.put_back_local(self.contents)
 
     def undo_local(self) -> None:
-        """Restore those values to the previous step, as other ranks have not sealed this one."""
+        """Restore those to the previous step, as other ranks have not sealed this one."""
         assert self._before is not None
         self._sealed = self._before
         self.roll_back_local()
@@ -196,10 +189,7 @@ class Sealing:
 
 
 class _Copy:
-    """An immutable copy of everything except parameters and optimizer state.
-
-    It shares with the copy of the step before the tensors that have not changed since then.
-    """
+    """A copy of all but parameters and optimizer state, which shares what has not changed."""
 
     def __init__(self, contents: Contents, last: _Copy | None) -> None:
         self.rng = captured_rng()
@@ -222,10 +212,7 @@ class _Copy:
 
 
 def _cloned(tensors: list[tuple[str, Tensor]], last: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors, but reuse a copy in `last` if it still equals its tensor.
-
-    To compare a frozen parameter on the CPU takes a sixth of the time that a copy takes.
-    """
+    """Copy tensors. To compare one with its last copy takes a sixth of a copy's time."""
     copies = {}
     for name, tensor in tensors:
         held, now = last.get(name), tensor.detach()

@@ -235,10 +235,7 @@ class Session:
         return self._resuming
 
     def _meet(self, groups: RoundGroups) -> None:
-        """Wait until all ranks have returned, because a rank that has left cannot repeat a step.
-
-        A node that is leaving repeats no steps, so its ranks do not wait.
-        """
+        """Wait until all ranks have returned, because a rank that has left cannot repeat a step."""
         if self._link is None or groups.store is None:
             return
         world_size = groups.round.world_size
@@ -265,7 +262,6 @@ class Session:
         return True
 
     def _await_end(self, error: BaseException) -> None:
-        """Wait for the end of the round, which has probably caused the error; else report it."""
         assert self._link is not None and self._round is not None
         self._awaited = error
         if not self._link.wait_until_over(_CAUSE_WAIT_S):
@@ -273,7 +269,6 @@ class Session:
             self._link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
 
     def park(self, over: Over) -> Go | Release | None:
-        """Leave the round completely, report this to the runner, and wait for its order."""
         link = self._link
         assert link is not None
         over.groups.cut.cut()
@@ -315,11 +310,7 @@ def _open_log(path: bytes) -> int:
 
 
 def _detach_traceback(error: BaseException) -> str:
-    """Return an exception's traceback as text, and drop the frames from its whole chain.
-
-    Frames hold references to the function's variables and closures, and thus to its wrappers and
-    groups.
-    """
+    """Return a traceback as text, and drop its frames, which refer to wrappers and groups."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     for one in chain(error):
         traceback.clear_frames(one.__traceback__)

@@ -45,7 +45,6 @@ class Parts:
     """The modules, optimizers and objects that a script has added to a round."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """Store the entries before their first step. Raises `WorkerError` for a plain value."""
         self.contents = Contents(entries)
         if self.contents.values:
             raise WorkerError(
@@ -91,7 +90,6 @@ class Shards:
         self._holds_last = False
 
     def held(self, step: int | None) -> Image | None:
-        """Return the part at a sealed step as held between rounds, or None if it is not held."""
         return self._held.get(step or 0)
 
     def all_held(self, step: int | None) -> dict[int, Image]:
@@ -101,10 +99,7 @@ class Shards:
         return found
 
     def hold(self, place: Place, image: Image) -> None:
-        """Hold a part loaded from a snapshot until the script adds its objects.
-
-        Additional parts are held for other ranks.
-        """
+        """Hold a loaded part until the script adds its objects; further ones for other ranks."""
         if self._held:
             self._copies[place.shard] = image
         else:
@@ -114,7 +109,6 @@ class Shards:
         return max(step - 1, 0) if step and step - 1 in self._held else step
 
     def begin(self, parts: Parts, *, holds_last: bool) -> None:
-        """Adopt the added objects, which are at the step from which the round resumes."""
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
         self._held, self._copies, self._last, self.is_touched = {}, {}, None, False
@@ -122,7 +116,6 @@ class Shards:
         self.is_missing = False
 
     def before_step(self, step: int) -> None:
-        """Copy the part if required, because an optimizer is about to change it."""
         if self.parts is not None and not self.is_touched:
             self._last = None  # Its memory can be reused for the next image.
             if self._holds_last:
@@ -130,10 +123,6 @@ class Shards:
             self.is_touched = True
 
     def commit(self) -> None:
-        """Seal the step that was just completed.
-
-        Raises `WorkerError` if the script has not added its part.
-        """
         if self._held or self.is_missing:
             raise WorkerError(
                 "state.commit() was called before state.add() in this round: a sharded model is "

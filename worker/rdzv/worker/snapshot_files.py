@@ -66,7 +66,6 @@ class WholeStep:
             (self.folder / f"{_LOADED}{nonce}").touch()
 
     def loaded_by(self) -> set[str]:
-        """Return the runs, by the names in their folders, that have gone on from here."""
         names = [one.name for one in self.folder.glob(f"{_LOADED}*")]
         return {name.removeprefix(_LOADED) for name in names}
 
@@ -87,11 +86,7 @@ class WholeStep:
             return False
 
     def read(self, header: Header) -> Content:
-        """Return a part.
-
-        Call this only for an undamaged part. Parameters are memory-mapped; optimizer tensors are
-        copied.
-        """
+        """Return an undamaged part. Parameters are memory-mapped; optimizer tensors are copied."""
         path = str(self.part(header.shard))
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
         images = {
@@ -141,10 +136,7 @@ class StepWriter:
         self._run, self._header = run, header
 
     def write(self, header: Header, content: Content, shapes: Mapping[str, Image]) -> Path | None:
-        """Write a part and return its temporary path, or None if another node has written it.
-
-        Raises `SnapshotError` if the disk is too full, and `OSError` for any other failure.
-        """
+        """Write a part and return its temporary path, or None if another node has written it."""
         path = self.folder / _part_name(header.shard, header.shards)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not _is_left_to_us(path):
@@ -170,11 +162,7 @@ class StepWriter:
         _sync(self.folder)
 
     def finish(self, keep: int) -> bool:
-        """Write the manifest if all parts are there, then remove all but the newest `keep` steps.
-
-        Only steps of this run and of those that it has gone on from are removed. Returns whether
-        the step is whole.
-        """
+        """Write the manifest if all parts are there, then remove all but `keep` steps."""
         header = self._header
         names = [_part_name(shard, header.shards) for shard in range(header.shards)]
         try:

@@ -32,7 +32,6 @@ class Content:
         return [one for image in self.images.values() for _, one in image.tensors()]
 
     def head(self) -> bytes:
-        """Pickle everything else. Raises `CannotBroadcastError` if that is not possible."""
         shapes = {name: image.shapes() for name, image in self.images.items()}
         return packed(own=dict(self.own), **shapes)
 
@@ -41,17 +40,14 @@ class Slot(SealedMemory):
     """Memory for one snapshot, with its tensors."""
 
     def begin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Clear the slot and return where to copy the tensors.
-
-        Raises `SnapshotError` if the slot is too small.
-        """
+        """Clear the slot and return where to copy the tensors."""
         self.clear()
         if (needed := bytes_needed(tensors, b"")) > self.size:
             raise SnapshotError(f"a snapshot of {needed} bytes does not fit into {self.size}")
         return self._places(tensors)
 
     def seal(self, header: Header, tensors: Sequence[Tensor], head: bytes) -> Header:
-        """Complete the snapshot once the tensors are copied; return the header as written."""
+        """Complete the snapshot once the tensors are copied."""
         if (end := bytes_needed(tensors, head)) > self.size:
             raise SnapshotError(f"a snapshot of {end} bytes does not fit into {self.size}")
         begin = end - len(head)
@@ -65,7 +61,6 @@ class Slot(SealedMemory):
         return written
 
     def is_sound(self, header: Header, threads: int | None = None) -> bool:
-        """Return whether the snapshot is undamaged, reading all of it once."""
         if self.header() != header:
             return False
         return (
@@ -94,7 +89,6 @@ class Slot(SealedMemory):
         return Content(own, images)
 
     def shapes(self, header: Header) -> dict[str, Image]:
-        """Return the snapshot's images with shapes in place of tensors."""
         return self._head(header)[1]
 
     def _head(self, header: Header) -> tuple[dict[str, Any], dict[str, Image]]:

@@ -17,7 +17,6 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -72,10 +71,7 @@ class HeldSlots:
         return True
 
     def find(self) -> list[Slot]:
-        """Request the existing slots that hold data, and map them.
-
-        Returns copies of other nodes' snapshots that are intended for this rank.
-        """
+        """Map the slots that hold data. Returns copies that are intended for this rank."""
         given = self.link.reserve(0, copies=True)
         self._map(given)
         copies = []
@@ -110,10 +106,7 @@ class HeldSlots:
         self.link.saved(number)
 
     def clear_after(self, lineage: int, nonce: str, step: int) -> None:
-        """Clear this lineage's snapshots after `step`, because training redoes those steps.
-
-        Snapshots that another training saved under the same lineage number are cleared, too.
-        """
+        """Clear this lineage's snapshots after `step`, which is redone, and another training's."""
         for number, slot in enumerate(self.slots):
             header = slot.header()
             if header is None or header.lineage != lineage or header.mark.time == self.base:
@@ -169,20 +162,6 @@ def _older_slot(
     return 1 - kept
 
 
-@dataclass
-class _Copying:
-    """A snapshot to be copied into a slot."""
-
-    header: Header
-    content: Content
-    tensors: list[Tensor]
-    """The content's tensors, or copies of them."""
-    ready: list[Any]
-    """Events that the GPUs must reach before the tensors may be copied."""
-    saves: bool
-    """If False, memory is requested but nothing is copied."""
-
-
 class Snapshots:
     """Saves a worker's state across rounds."""
 
@@ -221,10 +200,7 @@ class Snapshots:
             self.save()
 
     def save(self) -> bool:
-        """Begin to copy the sealed step, once the previous snapshot is done.
-
-        Returns False if nothing can be saved: without a runner, a sealed step, or memory.
-        """
+        """Begin to copy the sealed step, once the previous snapshot is done."""
         if self.held is None or not self._sealing.step:
             return False
         if not self.finish():
@@ -236,7 +212,6 @@ class Snapshots:
         return True
 
     def wait_until_copied(self) -> None:
-        """Block until the state may be changed."""
         if self._thread is not None:
             self._copied.wait()
 
@@ -247,28 +222,33 @@ class Snapshots:
         return self._thread is None or not self._thread.is_alive()
 
     def _begin(self, *, saves: bool) -> None:
+        """Copy the sealed step in a thread; unless it `saves`, only request memory for that."""
         round_ = self._round
         assert round_ is not None
         content = self._sealing.content(with_state=round_.local_rank == 0)
         tensors, all_set_aside = content.tensors(), False
         if saves:
             tensors, all_set_aside = set_aside(tensors)
-        header = self._header(round_, content)
-        copying, copied = (
-            _Copying(header, content, tensors, events(tensors), saves),
-            threading.Event(),
-        )
+        # The events that the GPUs must reach before the tensors may be copied.
+        ready, copied = events(tensors), threading.Event()
         if saves and not all_set_aside:
             self._sealing.wait_for_copy = copied.wait
         if self._thread is None:
             # A process that exits while a thread is using a tensor may abort.
             atexit.register(self.finish)
-        self._copied, self._thread = (
-            copied,
-            threading.Thread(
-                target=self._run, args=(copying, copied), name="rdzv snapshots", daemon=True
-            ),
-        )
+        header, self._copied = self._header(round_, content), copied
+
+        def run() -> None:
+            try:
+                head = content.head()
+                if self._has_room(bytes_needed(tensors, head)) and saves:
+                    self._copy(header, tensors, head, ready, copied)
+            except Exception as error:
+                self._say(f"cannot save step {header.step}: {error}")
+            finally:
+                copied.set()
+
+        self._thread = threading.Thread(target=run, name="rdzv snapshots", daemon=True)
         self._thread.start()
 
     def _header(self, round_: Round, content: Content) -> Header:
@@ -292,27 +272,27 @@ class Snapshots:
 
     # ------------------------------------------------------------------ in the thread
 
-    def _run(self, copying: _Copying, copied: threading.Event) -> None:
-        try:
-            self._copy(copying, copied)
-        except Exception as error:
-            self._say(f"cannot save step {copying.header.step}: {error}")
-        finally:
-            copied.set()
-
-    def _copy(self, copying: _Copying, copied: threading.Event) -> None:
+    def _has_room(self, needed: int) -> bool:
         held = self.held
         assert held is not None
-        head = copying.content.head()
-        needed = bytes_needed(copying.tensors, head)
-        if needed > held.size and not held.ask(int(_SPARE * needed) + _SPARE_BYTES):
-            self._say(f"cannot save snapshots: {held.reason}")
-            return
-        if not copying.saves:
-            return
+        if needed <= held.size or held.ask(int(_SPARE * needed) + _SPARE_BYTES):
+            return True
+        self._say(f"cannot save snapshots: {held.reason}")
+        return False
+
+    def _copy(
+        self,
+        header: Header,
+        tensors: list[Tensor],
+        head: bytes,
+        ready: list[Any],
+        copied: threading.Event,
+    ) -> None:
+        held = self.held
+        assert held is not None
         number = slot_to_write(
             [slot.header() for slot in held.slots],
-            copying.header.lineage,
+            header.lineage,
             held.base,
             held.link.announced,
         )
@@ -324,9 +304,9 @@ class Snapshots:
             return
         slot = held.slots[number]
         held.clear(number)
-        copy_all(copying.tensors, slot.begin(copying.tensors), copying.ready, copiers())
+        copy_all(tensors, slot.begin(tensors), ready, copiers())
         copied.set()
-        written = slot.seal(copying.header, copying.tensors, head)
+        written = slot.seal(header, tensors, head)
         if written.shards:
             held.link.saved(
                 number,

@@ -96,7 +96,7 @@ def huge(tensor: Tensor) -> Tensor:
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are known to be equal, bit by bit. False for tensors not on the CPU.
+    """Whether two tensors on the CPU are equal, bit by bit.
 
     Torch's version counter does not tell it: a change through `.data` does not count.
     """
@@ -130,7 +130,7 @@ def _copy(pieces: deque[tuple[Tensor, Tensor]], errors: list[Exception]) -> None
 
 
 def events(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return an event for each GPU, which completes once the work queued by this thread is done."""
+    """Return an event for each GPU, reached once the work queued by this thread is done."""
     found: list[Any] = []
     for device in {one.device for one in tensors if one.is_cuda}:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -212,10 +212,9 @@ def mapped(fd: int, size: int) -> memoryview:
 
 
 def _reserve(size: int) -> tuple[int, int, int]:
-    """Reserve addresses for a mapping of `size` bytes that begins at a huge page's boundary.
+    """Reserve addresses from which a mapping of `size` bytes begins at a huge page's boundary.
 
-    Returns the first reserved address, the address for the mapping, and the reserved length. A
-    mapping that begins elsewhere gets no huge pages.
+    Returns the first one, that of the mapping, and the reserved length.
     """
     length = size + _HUGE_BYTES
     begin = _libc.mmap(None, length, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -322,7 +321,6 @@ def _odd_numbers(device: torch.device) -> Tensor:
 
 
 def sums_of_columns(grid: Tensor) -> Tensor:
-    """Return the polynomial of each column, in one pass over memory."""
     sums = torch.zeros(_COLUMNS, dtype=torch.int32, device=grid.device)
     for row in grid:
         torch.add(row, sums, alpha=_WORD_MULTIPLIER, out=sums)
