@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from rdzv.client import ControlClient
     from rdzv.view.answers import Event, JobStatus
-    from rdzv.view.ledger import Ledger
     from rdzv.view.reports import Report
 
 
@@ -135,36 +134,21 @@ def report_command(
         raise click.UsageError("give JOB or --since, not both")
     if job is None and number is not None:
         raise click.UsageError("--run needs a JOB")
+    from rdzv.ctl import as_text_report, report_page
+    from rdzv.view.ledger import chosen, ledgers_of, run_numbers
+
     since_ms = cli.parse_duration("--since", since or _SINCE)
     now_ms = round(time.time() * 1000)
     with cli.opened_client() as client:
         if job is None:
-            return _shown_all(_all(client, since_ms, now_ms), output, html)
-        runs = _ledgers(client, job, now_ms)
-        return _shown(job, runs, number, output, html)
-
-
-def _ledgers(client: ControlClient, job: str, now_ms: int) -> list[Ledger]:
-    from rdzv.view.ledger import ledgers_of
-
-    status = client.status(job)
-    past = whole_history(client, job)
-    return ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
-
-
-def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
-    """Return the time by the server's clock, or `own_ms` if the history does not show it."""
-    for event in reversed(past):
-        if event.name == "RunBegan" and event.run == status.run:
-            return event.unix_ms + status.run_age_ms
-    return own_ms
-
-
-def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: Path | None) -> str:
-    from rdzv.ctl import as_text_report, report_page
-    from rdzv.view.ledger import chosen, run_numbers
-
-    run = chosen(job, runs, number)
+            found = _all(client, since_ms, now_ms)
+            if html is not None:
+                write_text(html, report_page.report(found))
+                return f"{html} has the report; open it in a browser"
+            return cli.answer(output, found, lambda page: as_text_report.report(found, page))
+        status, past = client.status(job), whole_history(client, job)
+        runs = ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
+        run = chosen(job, runs, number)
     others = [one for one in runs if one is not run]
     if html is not None:
         write_text(html, report_page.ledger(job, run, others))
@@ -174,6 +158,14 @@ def _shown(job: str, runs: list[Ledger], number: int | None, output: str, html: 
         {"rdzv_id": job, "run_numbers": run_numbers(runs), "ledger": run},
         lambda page: as_text_report.ledger(job, run, others, page),
     )
+
+
+def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int:
+    """Return the time by the server's clock, or `own_ms` if the history does not show it."""
+    for event in reversed(past):
+        if event.name == "RunBegan" and event.run == status.run:
+            return event.unix_ms + status.run_age_ms
+    return own_ms
 
 
 def _all(client: ControlClient, since_ms: int, now_ms: int) -> Report:
@@ -192,12 +184,3 @@ def _all(client: ControlClient, since_ms: int, now_ms: int) -> Report:
         runs = ledgers_of(history, now_ms, job.state)
         spent.append(spent_by(job.rdzv_id, runs, now_ms - since_ms))
     return report(spent, now_ms - since_ms, now_ms)
-
-
-def _shown_all(found: Report, output: str, html: Path | None) -> str:
-    from rdzv.ctl import as_text_report, report_page
-
-    if html is not None:
-        write_text(html, report_page.report(found))
-        return f"{html} has the report; open it in a browser"
-    return cli.answer(output, found, lambda page: as_text_report.report(found, page))
