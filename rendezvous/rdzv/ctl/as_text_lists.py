@@ -39,14 +39,10 @@ def chosen(
     ]
 
     def place(job: JobSummary) -> tuple[object, ...]:
-        ended = has_ended(job)
+        ended = job.state in ENDED
         return ended, ORDERS[order or ("age" if ended else "name")](job)
 
     return sorted(found, key=place)
-
-
-def has_ended(job: JobSummary) -> bool:
-    return job.state in ENDED
 
 
 def jobs(
@@ -67,8 +63,8 @@ def jobs(
     away = page.sentence(store_away) if store_away else []
     if not summaries:
         return "\n".join([f"no jobs at {server}", *away])
-    open_jobs = [job for job in summaries if not has_ended(job)]
-    ended = [job for job in summaries if has_ended(job)]
+    open_jobs = [job for job in summaries if job.state not in ENDED]
+    ended = [job for job in summaries if job.state in ENDED]
     shown = ended if most_ended is None else ended[:most_ended]
     lines = _job_table(open_jobs, page, wide) if open_jobs else []
     lines += ["", "Ended:"] if open_jobs and shown else []
