@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 from rdzv.agent.system.accounts import Account, Identity
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another account")
+
+
+def slow_as_root(test: T) -> T:
+    """Mark a slow test that acts as another account."""
+    return pytest.mark.slow(needs_root(test))
+
 
 ADA = Identity(uid=64_321, gid=64_322, groups=(64_322, 64_323), umask=0o027)
 """An unused account: to the kernel, an account is only its numbers."""

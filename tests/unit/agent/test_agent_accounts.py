@@ -52,6 +52,7 @@ from tests.support.accounts import (
     own_folder,
     passable_folder,
     roots_secret,
+    slow_as_root,
 )
 
 LINE = Assignment("job-7", "r1", 3, 0, 1, 0, 1, 0, 1, "127.0.0.1", 1, True, 0, 0)
@@ -205,8 +206,7 @@ def test_the_account_of_a_job_is_kept_for_the_next_agent(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- acting as somebody
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_files_are_made_and_read_with_the_rights_of_an_account(shared: Path) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
     with acting_as(ADA):
@@ -297,11 +297,8 @@ def test_the_own_groups_come_back_whatever_they_are() -> None:
     in_a_thread_with_groups((7, 11), work)
 
 
-@pytest.mark.slow
-@needs_root
-def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterwards(
-    shared: Path,
-) -> None:
+@slow_as_root
+def test_who_acts_as_one_account_inside_of_another_is_that_other_after(shared: Path) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
     other = Identity(uid=64_331, gid=64_332, groups=(64_333,))
     his = own_folder(shared, "his", other)
@@ -321,9 +318,7 @@ def test_who_acts_as_one_account_inside_of_another_is_that_other_again_afterward
     assert secret.read_text() == SECRET
 
 
-def test_where_it_is_not_known_how_nobody_acts_as_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nobody_acts_as_another_where_it_is_unknown_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "SYS_SETGROUPS", {})
     with (
         pytest.raises(PermissionError, match="another user is not supported"),
@@ -345,11 +340,8 @@ def test_no_pipe_and_no_link_is_opened_and_nobody_waits_for_one(tmp_path: Path) 
     assert (tmp_path / "else").read_text() == "new"
 
 
-@pytest.mark.slow
-@needs_root
-async def test_what_the_agent_asks_the_interpreter_of_a_job_runs_as_its_account(
-    shared: Path,
-) -> None:
+@slow_as_root
+async def test_what_is_asked_of_a_jobs_interpreter_runs_as_its_account(shared: Path) -> None:
     home = own_folder(shared, "home")
     python = shared / "python"
     python.write_text(f"#!/bin/sh\n(id -u; id -g; id -G; pwd; umask) > {home}/said\necho True\n")
@@ -359,8 +351,7 @@ async def test_what_the_agent_asks_the_interpreter_of_a_job_runs_as_its_account(
     assert said[:5] == ["64321", "64322", "64322 64323", "/", "0027"]
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_a_process_starts_only_where_its_account_may_go(shared: Path) -> None:
     home, private = own_folder(shared, "home"), shared / "private"
     private.mkdir(mode=0o700)
@@ -377,8 +368,7 @@ def test_a_process_starts_only_where_its_account_may_go(shared: Path) -> None:
 # ---------------------------------------------------------------------- what is asked beforehand
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) -> None:
     home, private = own_folder(shared, "home"), shared / "private"
     private.mkdir(mode=0o700)
@@ -388,8 +378,7 @@ def test_a_job_is_declined_whose_folder_its_account_can_not_enter(shared: Path) 
         check_chdir(private, ADA)
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -> None:
     home = own_folder(shared, "home")
     program = shared / "run"
@@ -406,8 +395,7 @@ def test_a_job_is_declined_whose_program_its_account_can_not_run(shared: Path) -
 # ---------------------------------------------------------------------- tricks with files
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_an_error_file_that_leads_elsewhere_shows_nothing_of_it(shared: Path) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
     (home / "error.json").symlink_to(secret)
@@ -450,8 +438,7 @@ async def read_log(written: Written) -> list[LogPiece]:
     return pieces
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 @pytest.mark.parametrize("trick", ["log", "folder"])
 async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
     shared: Path, trick: str
@@ -472,8 +459,7 @@ async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
     assert any("cannot read" in piece.error for piece in pieces)
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
     home = own_folder(shared, "home")
     written = Written(ADA)
@@ -483,8 +469,7 @@ async def test_logs_are_read_that_are_the_workers_own(shared: Path) -> None:
     assert b"".join(piece.data for piece in await read_log(written)) == b"step 1\n"
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Path) -> None:
     home = own_folder(shared, "home")
     folder = RunLogs(home / "logs", "job-7", "n1", identity=ADA).open_round(LINE, 1)
@@ -498,8 +483,7 @@ def test_a_log_folder_is_made_where_its_account_may_and_nowhere_else(shared: Pat
 # ---------------------------------------------------------------------- the folder of a run
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
     folder = RunFolders(shared).open("job-7", "r1", ADA)
     found = folder.path.stat()
@@ -514,8 +498,7 @@ def test_the_folder_of_a_run_is_its_accounts_alone(shared: Path) -> None:
         RunFolders(shared).open("job-7", "r1", other)
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_the_index_of_a_run_is_the_agents_alone_and_names_the_account(shared: Path) -> None:
     folders = RunFolders(shared)
     folder = folders.open("job-7", "r1", ADA)
@@ -540,8 +523,7 @@ def test_the_index_of_a_run_is_the_agents_alone_and_names_the_account(shared: Pa
 # ---------------------------------------------------------------------- steps, notices, snapshots
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 async def test_files_of_progress_are_the_workers_own_and_lead_nowhere_else(shared: Path) -> None:
     files = ProgressFiles(lambda _: None, shared, ADA)
     try:
@@ -571,8 +553,7 @@ def write_as_worker(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: Path) -> None:
     files = ProgressFiles(lambda _: None, shared, ADA)
     try:
@@ -588,8 +569,7 @@ async def test_a_pipe_in_the_place_of_the_next_rounds_file_stops_nobody(shared: 
         files.close()
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
     home, victim = own_folder(shared, "home"), roots_secret(shared)
     notice = NoticeFile(lambda: home, ADA)
@@ -604,8 +584,7 @@ def test_a_notice_is_written_nowhere_but_to_the_workers(shared: Path) -> None:
     assert not (home / "notice").exists()
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> None:
     private = shared / "private"
     private.mkdir(mode=0o700)
@@ -619,11 +598,8 @@ async def test_a_snapshot_is_looked_at_with_the_workers_rights(shared: Path) -> 
         assert not await seen.has_changed()
 
 
-@pytest.mark.slow
-@needs_root
-async def test_the_end_of_a_job_removes_progress_of_any_depth_with_the_workers_rights(
-    shared: Path,
-) -> None:
+@slow_as_root
+async def test_progress_of_any_depth_is_removed_with_the_workers_rights(shared: Path) -> None:
     progress = ProgressFiles(lambda _: None, shared, ADA)
     progress.open_round(LINE, 1)
     folder = progress.folder
@@ -649,8 +625,7 @@ def replace_by_link(path: Path, target: Path) -> None:
     path.symlink_to(target)
 
 
-@pytest.mark.slow
-@needs_root
+@slow_as_root
 async def test_a_file_of_progress_that_is_a_link_is_not_read(
     shared: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

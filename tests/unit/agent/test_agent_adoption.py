@@ -187,9 +187,7 @@ async def heir(
     return RunnerAdoption(folder, "n1")
 
 
-async def test_with_a_runner_it_goes_on_as_the_same_instance(
-    tmp_path: Path, meets: dict[str, Any]
-) -> None:
+async def test_with_a_runner_it_is_the_same_instance(tmp_path: Path, meets: dict[str, Any]) -> None:
     adopting = await heir(tmp_path)
     (tmp_path / "runners" / "stale.sock").touch()
     meets["a.sock"] = found(tmp_path / "a")
@@ -206,9 +204,7 @@ async def test_with_a_runner_it_goes_on_as_the_same_instance(
     assert (link.tolerated_ms, link.orphan_timeout_ms) == (5_000, 15_000)
 
 
-async def test_an_agent_that_wrote_no_lease_down_had_the_usual_one(
-    tmp_path: Path, meets: dict[str, Any]
-) -> None:
+async def test_a_lease_that_is_unknown_is_the_usual(tmp_path: Path, meets: dict[str, Any]) -> None:
     said = {"instance": "instance-1", "incarnation": 7, "leadership": 2, "lease_ms": None}
     adopting = await heir(tmp_path, said={"instance": said})
     meets["a.sock"] = found(tmp_path / "a")
@@ -395,9 +391,7 @@ async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> No
     assert s.runner.held_for == [None, None]
 
 
-async def test_an_agent_that_dies_before_it_starts_the_workers_leaves_that_to_the_next(
-    s: Story,
-) -> None:
+async def test_an_agent_that_dies_before_a_start_leaves_it_to_the_next(s: Story) -> None:
     s.runner.deaf_to.add("start")
     await s.begin_round(s.line())
     assert s.runner.asked == []
@@ -434,9 +428,7 @@ async def test_a_store_whose_socket_died_with_the_agent_ends_its_round(s: Story)
     assert s.runner.store_hosts == set()
 
 
-async def test_an_agent_that_dies_before_it_stops_the_workers_leaves_that_to_the_next(
-    s: Story,
-) -> None:
+async def test_an_agent_that_dies_before_a_stop_leaves_it_to_the_next(s: Story) -> None:
     await s.begin_round(s.line())
     s.runner.deaf_to.add("stop")
     s.driver.post(round_over())

@@ -80,9 +80,7 @@ class Reader(RecordReader):
         return {"0": steps(1, 9)}
 
 
-async def test_a_worker_without_a_record_does_not_keep_others_from_being_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_without_a_record_hides_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival_watch, "LEAST_S", 0.01)
     told: asyncio.Queue[Arrivals] = asyncio.Queue()
     first = LINE.rank_first

@@ -196,9 +196,7 @@ async def test_an_answer_that_does_not_end_is_cut(
             await ask(tmp_path)
 
 
-async def test_a_torch_without_such_a_record_is_told_apart_from_one_that_does_not_answer(
-    tmp_path: Path,
-) -> None:
+async def test_a_torch_without_a_record_is_not_one_that_does_not_answer(tmp_path: Path) -> None:
     """Each name was tried: torch 2.4 answers, but knows none of them."""
     torch = Torch(handler="ping")
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", torch):
@@ -298,7 +296,7 @@ async def test_the_log_says_once_why_there_is_none(
         ({"PYTHONPATH": ""}, {"PYTHONPATH": str(HOOK), "RDZV_PYTHONPATH": ""}),
     ],
 )
-def test_the_hook_goes_first_and_the_path_is_kept(
+def test_the_hook_is_first_and_the_path_kept(
     given: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert with_hook(given) == expected
@@ -355,9 +353,7 @@ async def test_one_that_waits_in_its_first_collective_hangs(tmp_path: Path) -> N
     assert w.reasons[0].startswith("no collective completed for 60 s, limit 60 s")
 
 
-async def test_one_that_has_used_collectives_at_its_start_alone_is_not_watched(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_with_collectives_at_its_start_alone_is_unwatched(tmp_path: Path) -> None:
     async with serving(tmp_path / f"collectives.{os.getpid()}.0a1b2c3d", Torch(trace(5))):
         w = Watch(tmp_path)
         await w.look(60)

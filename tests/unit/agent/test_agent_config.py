@@ -64,9 +64,7 @@ def test_the_environment_may_name_the_node(tmp_path: Path, name: str, shown: str
 
 
 @pytest.mark.slow
-def test_it_connects_with_the_credentials_of_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_connects_with_its_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files(tmp_path / "certs")
     node, token = files.node("n1"), tmp_path / "token"
     token.write_text("abc")
@@ -155,9 +153,7 @@ def test_what_is_printed_is_the_same_configuration(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_value_that_makes_no_sense_is_refused_by_name(
-    tmp_path: Path, lines: str, said: str
-) -> None:
+def test_a_senseless_value_is_refused_by_name(tmp_path: Path, lines: str, said: str) -> None:
     path = written(tmp_path, lines)
     with pytest.raises(InvalidRequestError) as refused:
         read_config(path)
@@ -168,9 +164,7 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(
 # ------------------------------------------------------------------ whom jobs run as
 
 
-def test_root_takes_jobs_only_if_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_takes_jobs_only_if_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(InvalidRequestError, match='set account = "root"'):
         read_config(written(tmp_path, "", account=""))
@@ -197,9 +191,7 @@ def test_root_may_look_at_the_file_as_it_is_shipped(
         read_config(SHIPPED)
 
 
-def test_root_runs_the_jobs_that_its_own_file_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_runs_what_its_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     script = tmp_path / "train.py"
     script.touch()
@@ -259,9 +251,7 @@ def test_a_mapping_that_makes_no_sense_is_refused(
     assert why in str(refused.value)
 
 
-def test_accounts_must_be_able_to_reach_their_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accounts_can_reach_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     lines = f'state_dir = "{closed}/state"\nruntime_dir = "/tmp"\n[[user]]\nname = "*"'
@@ -348,7 +338,7 @@ def checked(path: Path) -> Result:
     ],
 )
 @pytest.mark.parametrize("key", ["state_dir", "runtime_dir"])
-def test_a_check_refuses_a_folder_that_can_not_be_made(
+def test_a_check_refuses_an_unusable_folder(
     tmp_path: Path, key: str, place: str, said: str
 ) -> None:
     (tmp_path / "file").touch()

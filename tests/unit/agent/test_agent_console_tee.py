@@ -538,9 +538,7 @@ def test_a_template_may_be_of_any_bytes() -> None:
     assert line_prefix("${hostname}:", "default", 3, 1) == f"{socket.gethostname()}:".encode()
 
 
-async def test_the_end_of_a_worker_group_waits_for_what_is_still_to_be_shown(
-    tmp_path: Path,
-) -> None:
+async def test_the_end_of_a_worker_group_waits_for_what_is_to_be_shown(tmp_path: Path) -> None:
     done: list[str] = []
 
     class Shown(Tee):

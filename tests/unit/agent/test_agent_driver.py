@@ -587,9 +587,7 @@ def held(step: int) -> SnapshotsHeld:
     return SnapshotsHeld("job-7", "run-1", (Snapshot(0, SnapshotMark(0, step, "a")),))
 
 
-async def test_of_reports_on_snapshots_the_latest_is_sent_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_latest_report_on_snapshots_is_sent_late(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[SnapshotsHeld] = []
     delays: list[float] = []
     call_later = asyncio.get_running_loop().call_later

@@ -127,9 +127,7 @@ def test_a_join_brings_the_launch_the_offer_and_the_round_that_was_left() -> Non
     ],
     ids=str,
 )
-def test_how_far_a_round_has_come_is_heard_with_the_join_and_after_a_reconnect(
-    moved: model.Moved,
-) -> None:
+def test_how_far_a_round_came_is_heard_with_joins_and_hellos(moved: model.Moved) -> None:
     state = AgentState(JOB, run="r1", assignment=LINE, left_round=5, moved=moved)
     say = commands.SayJoin("r1", 5, (), moved=moved)
     assert joined(say, state).moved == moved
@@ -164,9 +162,7 @@ def test_a_fresh_join_names_no_round() -> None:
 
 
 @pytest.mark.parametrize("left_round", [None, 0])
-def test_a_node_that_leaves_a_round_prepares_nothing_that_others_wait_for(
-    left_round: int | None,
-) -> None:
+def test_a_node_that_leaves_a_round_prepares_nothing_for_others(left_round: int | None) -> None:
     state = AgentState(JOB, run="r1", left_round=left_round)
     say = commands.SayJoin("r1", left_round, ())
     command = joined(say, state, preparing=True)

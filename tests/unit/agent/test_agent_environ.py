@@ -151,9 +151,7 @@ MARK = SnapshotMark(2, 40, "f00d", 2, 8)
         ({"round": 3, "source": 1, "snapshot": MARK}, ""),
     ],
 )
-def test_new_workers_are_told_which_snapshots_they_load(
-    given: dict[str, Any], named: str | None
-) -> None:
+def test_workers_learn_which_snapshots_to_load(given: dict[str, Any], named: str | None) -> None:
     assert environ(assignment=replace(LINE, **given)).get("RDZV_SNAPSHOT") == named
 
 

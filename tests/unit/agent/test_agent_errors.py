@@ -40,9 +40,7 @@ def torchs_error_handler() -> ModuleType:
 
 
 @pytest.mark.slow
-def test_the_error_file_that_torch_writes_is_understood(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchs_error_file_is_understood(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     handler = torchs_error_handler().ErrorHandler()
     try:

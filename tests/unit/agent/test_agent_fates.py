@@ -474,9 +474,7 @@ def test_numbers_in_a_row_are_written_as_a_range() -> None:
         *((ours, {"exit_code": 3}, ours) for ours in (0, 2, 75, 77, 93, 143)),
     ],
 )
-def test_a_root_causes_exit_code_is_told_from_ours(
-    code: int, exited: dict[str, int], expected: int
-) -> None:
+def test_a_root_cause_is_told_from_ours(code: int, exited: dict[str, int], expected: int) -> None:
     found, why = root_cause_exit_code(NodeOutcome(code, "", (failure(0, "n1", "", **exited),)))
     assert found == expected
     assert bool(why) == (code == expected == 1)

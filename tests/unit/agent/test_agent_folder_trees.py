@@ -127,9 +127,7 @@ def test_what_is_too_much_for_once_is_removed_in_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_a_folder_that_was_moved_while_it_is_looked_at_takes_nobody_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_moved_folder_leads_nobody_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top, outside = tmp_path / "top", tmp_path / "outside"
     (top / "a" / "b").mkdir(parents=True)
     outside.mkdir()
@@ -212,9 +210,7 @@ def test_a_folder_of_any_depth_does_not_stop_the_sweep(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_what_can_not_be_removed_is_said_and_stops_nothing_else(
-    shared: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_can_not_be_removed_is_said(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = RunFolders(shared)
     stuck, good = old_run(folders, "a-stuck", ADA), old_run(folders, "good", ADA)
     (stuck / "roots").mkdir()

@@ -87,9 +87,7 @@ def test_silence_after_a_word(looks: tuple[Observation, ...], hung: str) -> None
         ),
     ],
 )
-def test_one_uninterruptible_sleep_is_a_hang_without_any_word(
-    looks: list[Observation], hung: str
-) -> None:
+def test_one_uninterruptible_sleep_is_a_hang(looks: list[Observation], hung: str) -> None:
     assert watched(*looks).why_hung(5_000) == hung
 
 
@@ -152,9 +150,7 @@ def test_pauses_between_counts_are_no_longer_than_they_must_have_been() -> None:
 
 
 @pytest.mark.parametrize("before", [words(1, *[1] * 4), counts(10, 20, *[20] * 4), counts(2, 3)])
-def test_a_worker_whose_script_is_over_has_a_minute_to_exit(
-    before: tuple[Observation, ...],
-) -> None:
+def test_a_worker_after_its_script_has_a_minute(before: tuple[Observation, ...]) -> None:
     exits = Observation(None, "S", exits=True)
     assert watched(*before, *[exits] * 60).why_hung(5_000) == ""
     assert watched(*before, *[exits] * 61).why_hung(5_000) == (
@@ -227,9 +223,7 @@ def _stopped() -> Iterator[int]:
 
 
 @pytest.mark.slow
-async def test_a_worker_that_falls_silent_is_told_once_and_again_after_a_while(
-    tmp_path: Path, pid: int
-) -> None:
+async def test_a_silent_worker_is_told_once_and_again_later(tmp_path: Path, pid: int) -> None:
     w = Watch(tmp_path, FIXED, pid)
     w.look(30)
     assert w.said == []
@@ -269,7 +263,7 @@ async def test_the_same_step_once_more_is_a_sign_of_life(tmp_path: Path, pid: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [True, False], ids=["in this round", "from the next one on"])
-async def test_workers_that_nothing_else_watches_are_watched_with_a_learned_limit(
+async def test_unwatched_workers_get_a_learned_limit(
     tmp_path: Path, pid: int, at_once: bool
 ) -> None:
     w = Watch(tmp_path, None, pid)
@@ -355,9 +349,7 @@ async def test_without_a_timeout_nobody_is_watched(tmp_path: Path, pid: int) -> 
 
 
 @pytest.mark.slow
-async def test_a_silence_that_was_taken_for_a_hang_is_remembered_in_the_next_round(
-    tmp_path: Path, pid: int
-) -> None:
+async def test_a_false_hang_is_remembered_in_the_next_round(tmp_path: Path, pid: int) -> None:
     """So a job whose evaluation takes longer than expected is not ended by it forever."""
     w = Watch(tmp_path, AUTO, pid)
     w.file.write_bytes(b"7\n")

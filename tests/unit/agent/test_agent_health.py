@@ -351,9 +351,7 @@ def test_errors_that_matter_are_told_once_for_each_gpu() -> None:
     assert xid.describe(found, xid.CODES, 804) == ""
 
 
-async def test_what_an_operator_has_looked_at_does_not_count_until_the_next_boot(
-    tmp_path: Path,
-) -> None:
+async def test_what_an_operator_lifts_does_not_count_until_a_boot(tmp_path: Path) -> None:
     log, boot = tmp_path / "kmsg", tmp_path / "boot_id"
     log.write_text(RECORDS)
     boot.write_text("first\n")

@@ -208,9 +208,7 @@ async def test_the_address_is_this_end_of_the_connection_whatever_the_route(targ
         assert client.getpeername()[1] == port, "nothing was closed"
 
 
-async def test_without_a_name_service_no_address_is_offered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_names_no_address_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback was, or the own name, which others may not know: it was chosen once, too soon."""
 
     def fail(*_: object, **__: object) -> None:
@@ -221,9 +219,7 @@ async def test_without_a_name_service_no_address_is_offered(
         await local_address(Endpoint("head", 29400))
 
 
-async def test_a_name_service_that_never_answers_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_silent_name_service_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
 
     def hang(*_: object, **__: object) -> list[object]:
@@ -251,9 +247,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     monkeypatch.setattr(addresses, "RDMA_DEVICES", Path("/nowhere"))
 
 
-def test_workers_use_the_interface_of_the_nodes_address(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_workers_use_the_nodes_interface(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Gloo binds the address of the own name, which Debian resolves to 127.0.1.1."""
     both = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
     interfaces(monkeypatch, eth0="10.79.0.1 2001:db8::1")
@@ -483,9 +477,7 @@ async def test_devices_are_counted_while_other_jobs_go_on(
         ("echo 'no torch' >&2; exit 1", r"cannot count them \(no torch\)"),
     ],
 )
-async def test_devices_that_can_not_be_counted_are_refused(
-    tmp_path: Path, says: str, why: str
-) -> None:
+async def test_uncounted_devices_are_refused(tmp_path: Path, says: str, why: str) -> None:
     python = program(tmp_path, says)
     with pytest.raises(InvalidRequestError, match=why):
         await ask_count_devices("gpu", python, {"PATH": os.defpath})

@@ -74,9 +74,7 @@ def test_nodes_and_runs_do_not_share_files(tmp_path: Path) -> None:
     assert len(set(found)) == 4
 
 
-def test_without_a_log_directory_there_is_a_new_one_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_directory_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for _ in range(2):
         RunLogs(None, "job-7", "n1").open_round(line(0), 1)

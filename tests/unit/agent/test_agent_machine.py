@@ -358,9 +358,7 @@ def test_an_older_round_than_the_one_left_starts_nothing() -> None:
 
 
 @pytest.mark.parametrize(("broken", "grace_ms"), [(False, 30_000), (True, 5_000)])
-def test_a_round_that_ends_stops_the_workers_and_the_node_joins_again(
-    broken: bool, grace_ms: int
-) -> None:
+def test_a_round_that_ends_stops_workers_and_they_rejoin(broken: bool, grace_ms: int) -> None:
     node = running()
     assert node.hear(ended(broken=broken)) == [StopWorkers(0, grace_ms)]
     assert node.hear(exited(0, 143), exited(1, None)) == []
@@ -381,9 +379,7 @@ def test_workers_that_survive_sigkill_are_reported_and_waited_for() -> None:
 
 
 @pytest.mark.parametrize("server", [CONNECTED, LOST])
-def test_a_failure_stops_the_own_group_at_once_with_or_without_a_server(
-    server: Event,
-) -> None:
+def test_a_failure_stops_the_group_with_or_without_a_server(server: Event) -> None:
     node = running(rank_first=6)
     node.hear(server)
     told = node.hear(exited(1, 3, age_ms=40))

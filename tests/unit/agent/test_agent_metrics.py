@@ -306,9 +306,7 @@ def test_streams_that_the_agent_ends_itself_are_not_lost(n: Node) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def test_what_fails_is_told_and_harms_nothing_else(
-    n: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_is_told_and_does_no_harm(n: Node, caplog: pytest.LogCaptureFixture) -> None:
     n.occupancy = cast(Any, None)
     for _ in range(2):
         found = n.values()
@@ -358,9 +356,7 @@ async def test_the_page_is_served_and_its_place_is_announced(n: Node) -> None:
                 pass
 
 
-async def test_grpc_at_this_port_is_told_of_in_a_line(
-    n: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_grpc_at_this_port_is_told(n: Node, caplog: pytest.LogCaptureFixture) -> None:
     async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
         reader, writer = await asyncio.open_connection(bound.host, bound.port)
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")

@@ -346,9 +346,7 @@ def test_workers_find_deadline_and_reason_in_one_line(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_without_a_place_there_is_no_file_and_no_harm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_place_there_is_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = NoticeFile(lambda: None)
     file.write(60_000, WHY)
     file.take_back()

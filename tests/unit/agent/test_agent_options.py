@@ -212,9 +212,7 @@ def test_flags_arrive() -> None:
     assert endpoints("--standalone", *HEAD) == []
 
 
-def test_the_interpreter_and_the_timeout_come_from_torchruns_variables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_torchruns_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON_EXEC", "/opt/python")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
     assert launch().python == "/opt/python"
@@ -417,9 +415,7 @@ def test_an_address_that_needs_an_interface_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan", ""])
-def test_a_variable_that_makes_no_sense_is_named(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_senseless_variable_is_named(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
     with pytest.raises(InvalidRequestError) as refusal:
         launch()
@@ -460,9 +456,7 @@ def test_unknown_settings_are_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     )
 
 
-def test_settings_of_torchruns_store_are_taken_without_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_settings_of_torchruns_store_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         launch("--rdzv-conf=timeout=900,keep_alive_interval=5")
     assert not caplog.records

@@ -142,9 +142,7 @@ def test_a_suspect_after_the_end_of_its_round_is_nothing_new() -> None:
 
 @pytest.mark.parametrize("first", [suspected(0), over()], ids=["its own suspect", "elsewhere"])
 @pytest.mark.parametrize("by_itself", [True, False])
-def test_an_exit_that_no_stop_explains_is_reported_though_the_round_was_ended_before(
-    first: events.Event, by_itself: bool
-) -> None:
+def test_an_exit_that_no_stop_explains_is_reported(first: events.Event, by_itself: bool) -> None:
     node = running()
     node.hear(first)
     node.now_ms += 50

@@ -276,12 +276,13 @@ async def test_whatever_is_heard_while_processes_are_killed_hastens_nothing(node
 
 @pytest.mark.quick
 async def test_a_placement_that_is_repeated_changes_nothing(node: Node) -> None:
+    await node.placements.adopt([orphan(node)])
+    node.place("old")
     node.place()
-    driver = await node.driver()
+    await node.driver()
     node.place()
-    driver.end()
-    await node.until_free()
-    assert node.drivers == {("job", "r1"): driver}
+    await asyncio.sleep(0.01)
+    assert len(node.made) == 2
 
 
 async def test_a_later_run_waits_until_nothing_is_left_of_the_one_before(node: Node) -> None:
@@ -383,9 +384,7 @@ def visible(driver: Driver) -> str:
 
 
 @pytest.mark.quick
-async def test_no_gpu_is_given_twice_and_a_job_waits_for_those_that_are_held(
-    gpu_node: Node,
-) -> None:
+async def test_no_gpu_is_given_twice_and_jobs_wait_for_those_held(gpu_node: Node) -> None:
     gpu_node.place("two", gpus_per_node=2)
     two = await gpu_node.driver("two")
     gpu_node.place("again", gpus_per_node=2)
@@ -401,14 +400,11 @@ async def test_no_gpu_is_given_twice_and_a_job_waits_for_those_that_are_held(
     assert visible(await gpu_node.driver("again")) == "GPU-a,GPU-b"
 
 
-async def test_a_job_without_gpus_sees_none(gpu_node: Node) -> None:
-    gpu_node.place(gpus_per_node=0)
-    assert visible(await gpu_node.driver()) == ""
-
-
-async def test_workers_that_the_node_counts_get_all_gpus(gpu_node: Node) -> None:
-    gpu_node.place("job", "--nproc-per-node=cpu", local_world_size=0)
-    assert visible(await gpu_node.driver()) == "GPU-a,GPU-b,GPU-c"
+async def test_a_job_without_gpus_sees_none_and_one_that_is_counted_all(gpu_node: Node) -> None:
+    gpu_node.place("none", gpus_per_node=0)
+    assert visible(await gpu_node.driver("none")) == ""
+    gpu_node.place("counted", "--nproc-per-node=cpu", local_world_size=0)
+    assert visible(await gpu_node.driver("counted")) == "GPU-a,GPU-b,GPU-c"
 
 
 async def test_who_waits_for_gpus_is_served_in_order(gpu_node: Node) -> None:
@@ -452,16 +448,6 @@ async def test_a_node_of_more_capacity_takes_those_who_wait(node: Node) -> None:
 # ------------------------------------------------------------------ withdrawn
 
 
-@pytest.mark.quick
-async def test_a_job_that_runs_is_withdrawn_by_its_driver(node: Node) -> None:
-    node.place()
-    driver = await node.driver()
-    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
-    await node.until_free()
-    assert driver.posted == [Withdrawn("job", "r1", "scaled down")]
-    assert node.declined == []
-
-
 async def test_a_job_that_gets_ready_is_withdrawn_at_once(node: Node) -> None:
     node.ready.clear()
     node.place()
@@ -484,12 +470,17 @@ async def test_a_job_that_waits_for_gpus_is_withdrawn_at_once(gpu_node: Node) ->
     assert not gpu_node.placements.ledger.waiting
 
 
-async def test_a_withdrawal_of_what_is_not_here_changes_nothing(node: Node) -> None:
+async def test_a_job_that_runs_is_withdrawn_by_its_driver(node: Node) -> None:
     node.place()
     driver = await node.driver()
+    # What is not here changes nothing.
     node.placements.withdrawn(Withdrawn("job", "r2", "another run"))
     node.placements.withdrawn(Withdrawn("other", "r1", "another job"))
     assert driver.posted == []
+    node.placements.withdrawn(Withdrawn("job", "r1", "scaled down"))
+    await node.until_free()
+    assert driver.posted == [Withdrawn("job", "r1", "scaled down")]
+    assert node.declined == []
 
 
 async def test_a_job_that_was_withdrawn_can_be_placed_again(node: Node) -> None:
@@ -530,12 +521,6 @@ async def test_an_agent_that_ends_does_not_wait_for_what_survives_sigkill(node: 
     driver.survives = 1_000_000
     node.placements.leave(signal.SIGTERM, "SIGTERM")
     await node.until_free()
-
-
-@pytest.mark.quick
-async def test_a_node_without_jobs_has_nothing_to_wait_for(node: Node) -> None:
-    await node.until_free()
-    assert node.held() == set()
 
 
 # ------------------------------------------------------------------ a node that is not well
@@ -582,27 +567,14 @@ async def test_an_adopted_job_keeps_its_gpus_and_its_place(gpu_node: Node) -> No
     assert gpu_node.runners == {77}
     old = gpu_node.drivers["old", "r1"]
     assert old.launch.job.local_world_size == 3
-    assert old.launch.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
+    assert visible(old) == "GPU-b,GPU-c"
     assert old.launch.environ["OF"] == "before"
     gpu_node.place("one", gpus_per_node=1)
     gpu_node.place("two", gpus_per_node=2)
-    one = await gpu_node.driver("one")
-    assert one.launch.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a"
+    assert visible(await gpu_node.driver("one")) == "GPU-a"
     assert ("two", "r1") not in gpu_node.drivers
     old.end()
-    two = await gpu_node.driver("two")
-    assert two.launch.environ["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-c"
-    one.end()
-    two.end()
-    await gpu_node.until_free()
-
-
-async def test_an_adopted_job_that_is_placed_again_is_the_same(node: Node) -> None:
-    await node.placements.adopt([orphan(node)])
-    node.place("old")
-    assert len(node.made) == 1
-    node.drivers["old", "r1"].end()
-    await node.until_free()
+    assert visible(await gpu_node.driver("two")) == "GPU-b,GPU-c"
 
 
 async def test_workers_run_on_whose_arguments_are_refused_today(node: Node) -> None:
@@ -613,31 +585,26 @@ async def test_workers_run_on_whose_arguments_are_refused_today(node: Node) -> N
     assert driver.launch.job.local_world_size == 3
     await asyncio.sleep(0)
     assert "--no-such-flag" in driver.why_not
-    driver.end()
-    await node.until_free()
 
 
-async def test_workers_keep_gpus_that_the_configuration_names_no_more(gpu_node: Node) -> None:
-    await keep_gpus(gpu_node)
-
-
-async def test_workers_keep_gpus_of_a_node_that_has_none_any_more(node: Node) -> None:
-    await keep_gpus(node)
+@pytest.mark.parametrize("gpus", [("a", "b"), ()])
+async def test_workers_keep_gpus_that_the_configuration_names_no_more(
+    gpus: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = tuple(Gpu(f"GPU-{letter}", "", 0) for letter in gpus)
+    async with a_node(tmp_path, monkeypatch, gpus=has) as node:
+        await keep_gpus(node)
 
 
 async def keep_gpus(node: Node) -> None:
     await node.placements.adopt([orphan(node, "GPU-a", "GPU-gone")])
     driver = node.drivers["old", "r1"]
-    assert driver.launch.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-gone"
+    assert visible(driver) == "GPU-a,GPU-gone"
     await asyncio.sleep(0)
     assert driver.why_not == ""
-    driver.end()
-    await node.until_free()
 
 
-async def test_a_folder_that_can_not_be_made_stops_no_worker(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unusable_folder_stops_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -646,8 +613,6 @@ async def test_a_folder_that_can_not_be_made_stops_no_worker(
     driver = node.drivers["old", "r1"]
     await asyncio.sleep(0)
     assert "No space left" in driver.why_not
-    driver.end()
-    await node.until_free()
 
 
 async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not_held(
@@ -661,8 +626,6 @@ async def test_one_that_can_not_be_gone_on_with_is_left_to_another_agent_and_not
     assert (node.held(), node.runners) == (set(), set())
     node.trouble = None
     await node.placements.adopt([orphan(node)])
-    node.drivers["old", "r1"].end()
-    await node.until_free()
 
 
 async def test_nothing_begins_while_somebody_of_a_former_agent_is_left(node: Node) -> None:
@@ -672,8 +635,7 @@ async def test_nothing_begins_while_somebody_of_a_former_agent_is_left(node: Nod
     assert node.made == []
     assert node.held() == {"job"}
     node.former_are_gone.set()
-    (await node.driver()).end()
-    await node.until_free()
+    await node.driver()
 
 
 async def test_a_job_is_asked_after_on_its_own_gpus_before_it_goes_on(gpu_node: Node) -> None:
@@ -685,8 +647,6 @@ async def test_a_job_is_asked_after_on_its_own_gpus_before_it_goes_on(gpu_node: 
     # Findings from before its workers failed are outdated.
     assert await driver.examine() == "fan GPU-b is lost"
     assert gpu_node.check.unused[-1] == {"GPU-b", "GPU-c"}
-    for name in ("other", "job"):
-        gpu_node.drivers[name, "r1"].end()
 
 
 async def test_what_is_handed_over_is_not_ended_here(node: Node) -> None:
@@ -708,9 +668,7 @@ async def test_what_is_handed_over_is_not_ended_here(node: Node) -> None:
 GIVEN = events.NoticeGiven(60_000, "drained by ada")
 
 
-async def test_a_node_that_is_about_to_leave_takes_up_nothing_and_declines_nothing(
-    node: Node,
-) -> None:
+async def test_a_node_about_to_leave_takes_up_and_declines_nothing(node: Node) -> None:
     node.ready.clear()
     node.place("early")
     await until(lambda: node.made)

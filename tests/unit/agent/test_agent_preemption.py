@@ -164,9 +164,7 @@ async def test_what_a_command_leaves_behind_does_not_hold_up_the_notice(tmp_path
         assert (await notices.next())[0] == 5_000
 
 
-async def test_at_the_end_the_command_is_killed_with_all_that_it_has_started(
-    tmp_path: Path,
-) -> None:
+async def test_at_the_end_the_command_is_killed_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"sleep 600 & echo $! > {pids}.new; mv {pids}.new {pids}; wait"
     async with watched(command=sh(script)) as notices:

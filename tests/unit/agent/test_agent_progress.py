@@ -173,9 +173,7 @@ async def test_the_function_to_paste_is_understood(
 
 
 @pytest.mark.quick
-async def test_the_furthest_step_is_the_highest_of_all_workers_also_if_one_went_back(
-    desk: Desk,
-) -> None:
+async def test_the_furthest_step_is_the_highest_of_all_workers(desk: Desk) -> None:
     desk.files.open_round(line(), 2)
     assert desk.files.furthest() is None
     desk.path(0).write_text("120")
@@ -206,9 +204,7 @@ async def test_a_file_may_be_replaced_and_be_written_anew(desk: Desk) -> None:
     assert (await desk.expect(r4=11, r5=5)).ranks[1].rate is None
 
 
-async def test_what_is_said_again_is_the_last_word_and_its_age(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_last_word_is_said_again_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_files, "INTERVAL_MS", 1)
     now_ms = 1_000_000
     desk = Desk(lambda: now_ms)
@@ -239,9 +235,7 @@ async def test_nothing_is_said_while_the_step_stays(desk: Desk) -> None:
 
 
 @pytest.mark.quick
-async def test_garbage_warns_once_and_the_last_step_stays(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_garbage_warns_once_and_no_more(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     desk.files.open_round(line(), 2)
     desk.path(0).write_text("5")

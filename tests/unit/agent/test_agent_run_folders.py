@@ -89,9 +89,7 @@ def test_the_runs_that_are_named_are_found_and_no_others(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("runs", [["r1", "r2"], ["r2", "r1"]])
-def test_of_two_rounds_of_one_number_the_newer_runs_is_found(
-    tmp_path: Path, runs: list[str]
-) -> None:
+def test_of_two_rounds_the_newer_runs_is_found(tmp_path: Path, runs: list[str]) -> None:
     """Whatever the time at which a job says that its files were changed."""
     folders = RunFolders(tmp_path)
     write_round(folders, "r2", 0)
@@ -149,9 +147,7 @@ def test_a_run_whose_logs_are_elsewhere_is_found_as_well(tmp_path: Path) -> None
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_folder_that_can_not_be_written_stops_nobody(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_folder_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders, written = RunFolders(tmp_path), Written()
     folder = folders.open("job", "r1")
     folder.index.mkdir()
@@ -161,9 +157,7 @@ def test_a_folder_that_can_not_be_written_stops_nobody(
 
 
 @pytest.mark.slow
-def test_an_index_is_bounded_however_long_its_paths_and_however_many_its_rounds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_index_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders, written = RunFolders(tmp_path), Written()
     folder = folders.open("job", "r1")
     long = WorkerOutput(Path("/" + "x" * 100_000), None, NO_FILES)

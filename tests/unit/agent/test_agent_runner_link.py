@@ -108,9 +108,7 @@ async def test_a_store_host_that_can_not_be_asked_for_has_not_started(s: Story) 
 
 
 @pytest.mark.quick
-def test_a_runner_that_can_not_be_started_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_runner_not_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError("no memory")
 
@@ -164,9 +162,7 @@ async def test_what_a_dead_runner_has_left_is_killed_until_nothing_is_left(
     assert caplog.messages == []
 
 
-async def test_runners_that_live_are_spared_until_they_end(
-    s: Story, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_runners_are_spared_until_they_end(s: Story, monkeypatch: pytest.MonkeyPatch) -> None:
     spared: list[set[int]] = []
     monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
@@ -182,9 +178,7 @@ async def test_runners_that_live_are_spared_until_they_end(
 
 
 @pytest.mark.quick
-async def test_a_child_that_is_no_runners_is_spared_until_that_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_another_child_is_spared_until_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     spared: list[set[int]] = []
     monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(agent_children, "kill_descendants", lambda pids: spared.append(pids) or [])
@@ -205,9 +199,7 @@ async def test_what_sigkill_does_not_end_is_named_and_waited_for_no_more(
     assert caplog.messages == ["processes left by a dead runner survived SIGKILL: pid 7, 8"]
 
 
-async def test_while_a_child_is_being_started_nobody_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_while_a_child_starts_nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, loads = [], asyncio.Event()
     monkeypatch.setattr(agent_children, "HELPERS_S", 0.0)
     monkeypatch.setattr(
@@ -374,9 +366,7 @@ except BlockingIOError:
 """
 
 
-async def test_a_program_that_has_ended_before_its_output_is_closed_here_keeps_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_ended_program_with_open_output_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """It shares the socket, and may tell it to linger; then the last one to close it would wait."""
     start = agent_children.start_spared
 

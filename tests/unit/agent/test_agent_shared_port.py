@@ -93,9 +93,7 @@ async def test_a_connection_ends_with_its_server_and_the_server_hears_of_its_end
         writer.close()
 
 
-async def test_a_connection_for_nobody_is_closed_with_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_connection_for_nobody_is_closed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "rdzv.agent"):
         async with one_port(store=False, rendezvous=False) as port:
             assert await ask(port, STORE) == b""

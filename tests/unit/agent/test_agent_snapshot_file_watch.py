@@ -33,9 +33,7 @@ def replace_by_another(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace_by_another, Path.unlink])
-def test_a_file_that_is_another_looks_otherwise(
-    change: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_another_file_looks_otherwise(change: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "snapshot.pt"
     path.write_bytes(b"state")
     before = look(path)
@@ -58,9 +56,7 @@ def point_elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [add_step, change_deep, point_elsewhere])
-def test_so_does_a_folder_in_which_anything_is(
-    change: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_so_does_a_folder_with_contents(change: Callable[[Path], object], tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     (folder / "step_10").mkdir(parents=True)
     (folder / "step_10" / "rank_0.pt").write_bytes(b"state")
@@ -141,9 +137,7 @@ def test_without_a_path_nothing_is_looked_at_and_nothing_waits() -> None:
         assert ended.value.value is found
 
 
-async def test_what_can_not_be_seen_counts_as_changed_and_warns_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_can_not_be_seen_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     sights: list[Sight | OSError] = [
         *(SEEN, PermissionError(13, "Permission denied"), SEEN, SEEN),
         *(OSError(5, "Input/output error"), SEEN),

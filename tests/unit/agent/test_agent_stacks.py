@@ -131,9 +131,7 @@ async def test_real_frames_of_a_real_process(sleeper: subprocess.Popen[bytes]) -
     assert process_state(sleeper.pid) in ("R", "S")
 
 
-async def test_one_that_is_stopped_is_looked_at_and_stays_so(
-    sleeper: subprocess.Popen[bytes],
-) -> None:
+async def test_one_that_is_stopped_stays_so(sleeper: subprocess.Popen[bytes]) -> None:
     await until(lambda: process_state(sleeper.pid) == "S")
     sleeper.send_signal(signal.SIGSTOP)
     await until(lambda: process_state(sleeper.pid) == "T")

@@ -138,9 +138,7 @@ async def test_a_folder_for_snapshots_is_below_the_jobs_own(share: Share) -> Non
         ("--snapshot-dir-every=0.5", "a number of seconds from 1 to 2592000, or 0"),
     ],
 )
-async def test_what_makes_no_sense_for_snapshots_is_refused(
-    share: Share, arg: str, said: str
-) -> None:
+async def test_senseless_snapshots_are_refused(share: Share, arg: str, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{arg}: give {said}"):
         await make_launch(placed(arg, "train.py"), AROUND, share)
 
@@ -172,9 +170,7 @@ async def test_who_wants_no_files_has_no_output_on_the_daemons_console(share: Sh
 
 
 @pytest.mark.slow
-async def test_workers_that_the_node_counts_are_counted_as_the_job_sees_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_workers_are_counted_as_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     async def count(kind: str, python: str, environ: dict[str, str], _account: None) -> int:

@@ -79,9 +79,7 @@ def test_kept_logs_do_not_hide_what_else_is_left(monkeypatch: pytest.MonkeyPatch
         assert not progress.exists(), name
 
 
-def test_a_folder_that_a_sweep_finds_before_it_is_locked_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_swept_before_it_is_locked_is_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     swept: list[Path] = []
     mkdtemp = temporary_folders.tempfile.mkdtemp
 

@@ -195,9 +195,7 @@ def test_the_zygote_has_what_workers_of_all_rounds_have_in_common() -> None:
         ({"RDZV_SNAPSHOT": "2:40:f00d", "RDZV_SNAPSHOT_ORIGIN": "2"}, ""),
     ],
 )
-def test_a_worker_whose_environment_a_module_may_have_read_is_cold(
-    changed: dict[str, str], why: str
-) -> None:
+def test_a_worker_of_a_read_environment_is_cold(changed: dict[str, str], why: str) -> None:
     """A plug-in of --logs-specs, for example, may give each worker its own variables."""
     assert warm.why_cold(zygote_of(environ_of(0)), worker(environ_of(0) | changed)) == why
 
@@ -255,9 +253,7 @@ def test_an_import_that_uses_a_device_is_refused(
         zygote_module.check_forkable("plugin", 1, set())
 
 
-def test_a_torch_that_computes_wrong_sums_in_a_fork_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_torch_with_wrong_sums_in_a_fork_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ones:
         T = None
 
@@ -353,9 +349,7 @@ async def test_a_sitecustomize_that_fails_is_told_beforehand(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["-I", "-S", "-E"])
-async def test_an_interpreter_that_would_run_the_script_at_once_is_refused(
-    how: str, tmp_path: Path
-) -> None:
+async def test_an_interpreter_that_runs_scripts_is_refused(how: str, tmp_path: Path) -> None:
     """The zygote has a worker's command line, so another one is used to find this out first."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {how} "$@"\n')

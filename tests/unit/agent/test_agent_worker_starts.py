@@ -107,9 +107,7 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     ]
 
 
-def test_a_round_that_ends_before_all_go_on_has_none(
-    s: Story, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_that_ends_early_has_none(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     s.stop(0)
     s.start(1, "kept", "kept", "kept")
     s.stop(1)
@@ -150,9 +148,7 @@ def test_a_new_server_is_told_again_while_the_round_runs(s: Story) -> None:
     assert len(s.reports) == 2
 
 
-def test_the_server_is_told_again_once_snapshots_are_not_loaded(
-    s: Story, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_hears_of_unloaded_snapshots(s: Story, caplog: pytest.LogCaptureFixture) -> None:
     def resume(round_: int, local_rank: int, reason: str) -> None:
         said = events.WorkerResumed(round_, local_rank, not_loaded=reason)
         s.starts.runner_said(said)

@@ -127,9 +127,7 @@ GLOBAL = (
         (GLOBAL, "the machine was out of memory (24 GiB)"),
     ],
 )
-def test_the_log_names_the_process_and_what_was_out_of_memory(
-    machine: Machine, record: str, why: str
-) -> None:
+def test_the_log_names_process_and_memory(machine: Machine, record: str, why: str) -> None:
     machine.log(record)
     assert machine.explain(machine.count()) == f"the kernel killed it because {why}"
 
@@ -145,9 +143,7 @@ def test_the_log_names_the_process_and_what_was_out_of_memory(
     ],
     ids=["an old record", "another process", "not the kernel's words", "cut off"],
 )
-def test_other_records_of_the_log_explain_nothing(
-    machine: Machine, text: str, age_s: float
-) -> None:
+def test_other_log_records_explain_nothing(machine: Machine, text: str, age_s: float) -> None:
     machine.log(text, age_s)
     assert machine.explain(machine.count()) == ""
 
@@ -156,9 +152,7 @@ CHILD = MEMCG.replace(f"task=python,pid={PID}", "task=pt_data_worker,pid=4800")
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_another_process_of_the_account_that_the_log_names_is_named(
-    machine: Machine, killed: bool
-) -> None:
+def test_another_process_of_the_account_is_named(machine: Machine, killed: bool) -> None:
     """Even if the worker was killed, the count has risen because of that process."""
     before = machine.count()
     machine.write(machine.job / "memory.events", "oom_kill 2\n")
@@ -174,9 +168,7 @@ def test_another_process_of_the_account_that_the_log_names_is_named(
 @pytest.mark.parametrize(
     ("text", "age_s"), [(CHILD, 30), (CHILD.replace("uid=1000", "uid=1001"), 0), (MEMCG, 0)]
 )
-def test_of_a_worker_that_was_not_killed_the_log_says_nothing_else(
-    machine: Machine, text: str, age_s: float
-) -> None:
+def test_of_others_the_log_says_nothing(machine: Machine, text: str, age_s: float) -> None:
     before = machine.count()
     machine.write(machine.job / "memory.events", "oom_kill 2\n")
     machine.log(text, age_s)

@@ -69,9 +69,7 @@ async def test_the_first_mark_of_a_period_is_written(
     assert [one.step for one, _ in runner.asked] == steps
 
 
-async def test_one_is_written_at_a_time_and_the_last_is_waited_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_one_at_a_time_is_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     found, runner = disk(), Runner()
     found.write(runner, mark(10), "run-1")  # type: ignore[arg-type]
@@ -183,9 +181,7 @@ async def test_each_round_has_a_token_of_its_own() -> None:
     assert first != second
 
 
-async def test_a_carrier_that_has_ended_is_replaced_but_not_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_ended_carrier_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     story = Story()

@@ -54,9 +54,7 @@ URGENT = socket.MSG_OOB
         (b"frame", b"xyz", URGENT),
     ],
 )
-def test_a_descriptor_is_noticed_and_left_in_the_queue(
-    before: bytes, data: bytes, flags: int
-) -> None:
+def test_a_descriptor_is_left_in_the_queue(before: bytes, data: bytes, flags: int) -> None:
     root, job = socket.socketpair()
     root.setblocking(False)
     with job:
@@ -72,9 +70,7 @@ def test_a_descriptor_is_noticed_and_left_in_the_queue(
                 close_job_socket(root)
 
 
-def test_the_process_that_closes_it_outlives_a_slow_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_closing_process_outlives_slow_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     spawn, pids = os.posix_spawn, []
 
     def then_wait(*args: Any, **kwargs: Any) -> int:

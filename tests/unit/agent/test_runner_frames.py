@@ -51,9 +51,7 @@ class Whole:
         ("env", [{}, {"A": "b"}, None], [[], {"A": 1}]),
     ],
 )
-def test_a_field_holds_what_its_annotation_says(
-    field: str, taken: list[Any], refused: list[Any]
-) -> None:
+def test_a_field_holds_what_it_says(field: str, taken: list[Any], refused: list[Any]) -> None:
     for value in taken:
         decode(Whole, {field: value})
     for value in refused:

@@ -93,9 +93,7 @@ def test_a_queue_holds_its_connections_until_it_is_closed(held: HeldConnections)
     other.close()
 
 
-def test_a_worker_that_ends_is_outlived_by_its_connections_for_a_while(
-    runner: FakeRunner, held: HeldConnections
-) -> None:
+def test_connections_outlive_their_worker(runner: FakeRunner, held: HeldConnections) -> None:
     queue, theirs = held.add()
     with theirs, fill(theirs) as peer:
         before = time.monotonic()
@@ -106,9 +104,7 @@ def test_a_worker_that_ends_is_outlived_by_its_connections_for_a_while(
         assert not is_open(peer, 10.0)
 
 
-def test_a_connection_that_takes_long_to_close_keeps_nobody(
-    held: HeldConnections, children: Children
-) -> None:
+def test_a_slow_close_keeps_nobody(held: HeldConnections, children: Children) -> None:
     queue, theirs = held.add()
     sent, peer = lingering()
     with theirs, peer:

@@ -113,9 +113,7 @@ def lost(runner: FakeRunner) -> tuple[str, float | None]:
     return fields["reason"], fields["retry_s"]
 
 
-def test_a_zygote_that_has_forked_is_replaced_soon_and_one_that_is_given_up_never(
-    runner: FakeRunner,
-) -> None:
+def test_a_zygote_that_forked_is_replaced_and_one_given_up_is_not(runner: FakeRunner) -> None:
     zygote = runner.forks.zygote
     before = open_fds()
     zygote.keep(ZygoteSpec(("python", "train.py"), {}, None, ()))
@@ -225,9 +223,7 @@ def look(runner: FakeRunner, *left: int) -> list[bool]:
     return given
 
 
-def test_the_link_of_a_parked_worker_is_closed_when_it_exits(
-    runner: FakeRunner, link: Parked
-) -> None:
+def test_the_link_of_a_parked_worker_ends_with_it(runner: FakeRunner, link: Parked) -> None:
     """Its end alone would not close it where a descendant holds the other end."""
     link.exit(3)
     assert not link.is_open
@@ -236,9 +232,7 @@ def test_the_link_of_a_parked_worker_is_closed_when_it_exits(
     assert (kind, fields["local_rank"], fields["exit_code"]) == ("kept_exited", 1, 3)
 
 
-def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
-    runner: FakeRunner, link: Parked
-) -> None:
+def test_a_replacement_starts_once_nothing_is_left(runner: FakeRunner, link: Parked) -> None:
     parked, replaced = runner.workers.parked, list[bool]()
     parked.end(link, 5.0, then=lambda: replaced.append(True))
     look(runner)
@@ -250,9 +244,7 @@ def test_a_replacement_starts_once_nothing_is_left_of_the_parked_worker(
     assert replaced == [True] and not parked
 
 
-def test_a_second_request_to_end_parked_workers_shortens_and_never_lengthens(
-    runner: FakeRunner, link: Parked
-) -> None:
+def test_a_second_request_only_shortens(runner: FakeRunner, link: Parked) -> None:
     for grace_s, left_s in ((60.0, 60.0), (3_600.0, 60.0), (5.0, 5.0), (60.0, 5.0)):
         runner.workers.parked.end_all(grace_s)
         assert link.kill_at is not None
@@ -268,9 +260,7 @@ def test_the_time_in_which_a_worker_had_to_park_is_not_its_time_to_end(
     assert link.kill_at > time.monotonic() + 30
 
 
-def test_that_all_parked_workers_are_gone_is_said_once_for_each_request(
-    runner: FakeRunner, link: Parked
-) -> None:
+def test_the_end_of_parked_workers_is_said_once(runner: FakeRunner, link: Parked) -> None:
     parked = runner.workers.parked
     for _ in range(2):
         parked.end_all(5.0)
@@ -287,9 +277,7 @@ def test_that_all_parked_workers_are_gone_is_said_once_for_each_request(
     assert runner.kinds == ["kept_exited"] and not parked
 
 
-def test_without_a_grace_what_a_parked_worker_has_started_has_no_time_either(
-    runner: FakeRunner, link: Parked
-) -> None:
+def test_without_a_grace_helpers_have_none_either(runner: FakeRunner, link: Parked) -> None:
     """The grace may also end once the worker has exited: at the fence."""
     link.exit(-15)
     assert look(runner, 4712) == [True]
@@ -344,9 +332,7 @@ class Ending:
         return self.left
 
 
-def test_at_the_fence_and_at_the_end_of_the_runner_nothing_that_is_left_has_time(
-    runner: FakeRunner,
-) -> None:
+def test_at_the_fence_and_at_the_end_nothing_that_is_left_has_time(runner: FakeRunner) -> None:
     for hurries in (False, True):
         ending = Ending(runner)
         ending.round.kill_at, ending.round.fenced = 0.0, hurries
@@ -379,9 +365,7 @@ def test_a_runner_ends_once_nothing_is_left_and_nothing_cleans(runner: FakeRunne
 
 
 @pytest.mark.slow
-def test_torch_shm_manager_is_killed_only_if_it_takes_too_long(
-    runner: FakeRunner, tmp_path: Path
-) -> None:
+def test_a_slow_torch_shm_manager_is_killed(runner: FakeRunner, tmp_path: Path) -> None:
     program = tmp_path / SHM_MANAGER
     shutil.copy("/bin/sleep", program)
     with (
@@ -505,9 +489,7 @@ class Saving:
 
 
 @pytest.mark.slow
-def test_a_worker_that_sends_a_descriptor_loses_its_link_and_keeps_nobody(
-    runner: FakeRunner,
-) -> None:
+def test_a_worker_that_sends_a_descriptor_loses_its_link(runner: FakeRunner) -> None:
     sent, peer = lingering()
     with closing(Saving(runner)) as worker, peer:
         worker.hello()

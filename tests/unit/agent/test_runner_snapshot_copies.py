@@ -132,9 +132,7 @@ def pair() -> Iterator[tuple[Node, Node]]:
     assert not [name for name in names if "rdzv" in name]
 
 
-def test_a_copy_is_there_bit_for_bit_and_replaced_once_a_newer_one_is(
-    pair: tuple[Node, Node],
-) -> None:
+def test_a_copy_is_exact_and_replaced_once_a_newer_one_is(pair: tuple[Node, Node]) -> None:
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40, 50)
@@ -160,9 +158,7 @@ def test_the_copy_stays_if_a_newer_one_does_not_come(pair: tuple[Node, Node]) ->
     assert two.copied() == [40] and two.read() == [bytes(snapshot(40))]
 
 
-def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
-    pair: tuple[Node, Node],
-) -> None:
+def test_steps_that_are_redone_are_forgotten_with_copies(pair: tuple[Node, Node]) -> None:
     """Else an earlier part of step 60 could be loaded beside one of the step 60 that is redone."""
     one, two = pair
     one.carry("secret"), two.carry("another")
@@ -192,9 +188,7 @@ def test_steps_that_kept_workers_redo_are_forgotten_with_their_copies(
     assert two.read() == [bytes(snapshot(60))]
 
 
-def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
-    pair: tuple[Node, Node],
-) -> None:
+def test_with_certificates_copies_are_encrypted(pair: tuple[Node, Node]) -> None:
     one, two = pair
     (one_print, one_pem), (print_, pem) = certified(), certified()
     one.carry("secret", one_pem, one_print)
@@ -223,9 +217,7 @@ def test_with_certificates_copies_are_encrypted_and_another_one_is_refused(
     assert two.said["missing"]["reason"] == "n1: it does not encrypt, and this node does"
 
 
-def test_a_copy_that_was_begun_for_one_agent_is_reported_to_the_next(
-    pair: tuple[Node, Node],
-) -> None:
+def test_a_copy_begun_for_one_agent_is_told_the_next(pair: tuple[Node, Node]) -> None:
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40, 50)
@@ -265,9 +257,7 @@ def test_a_killed_carrier_is_said_and_may_be_started_again(pair: tuple[Node, Nod
     two.until(lambda: two.copied() == [50])
 
 
-def test_what_a_carrier_does_not_read_for_a_while_reaches_it_later(
-    pair: tuple[Node, Node],
-) -> None:
+def test_what_a_carrier_reads_late_reaches_it(pair: tuple[Node, Node]) -> None:
     one, two = pair
     one.carry("secret"), two.carry("another")
     one.save(40)

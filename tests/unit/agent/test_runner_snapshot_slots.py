@@ -138,9 +138,7 @@ def test_the_next_worker_of_the_same_local_rank_gets_the_same_slots(story: Story
     assert story.ask(1, 0).refused and story.ask(2, 0).refused
 
 
-def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new_ones(
-    story: Story,
-) -> None:
+def test_slots_too_small_are_held_until_the_new_ones_are_filled(story: Story) -> None:
     small = story.ask(0, MIB).inodes()
     large = story.ask(0, 2 * MIB).inodes()
     assert not set(small) & set(large)
@@ -153,9 +151,7 @@ def test_slots_that_have_become_too_small_are_held_until_something_is_in_the_new
     assert story.ask(0, 0).inodes() == largest
 
 
-def test_slots_without_a_snapshot_are_not_held_beside_those_that_replace_them(
-    story: Story,
-) -> None:
+def test_slots_without_a_snapshot_are_not_held_beside_new_ones(story: Story) -> None:
     story.slots.hold(HoldSnapshots(24 * MIB))
     first = ask_and_close(story, 1)
     story.slots.note(0, 0, SAVED)

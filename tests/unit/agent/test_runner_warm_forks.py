@@ -108,9 +108,7 @@ def runner() -> Iterator[Forking]:
     made.close()
 
 
-def test_a_script_whose_exit_comes_before_its_word_that_it_is_ready_has_run(
-    runner: Forking,
-) -> None:
+def test_a_script_that_exits_before_it_is_ready_has_run(runner: Forking) -> None:
     start = runner.want()
     runner.forked(11).send({"ready": True})
     runner.children.taken[11].reap(3)
@@ -137,9 +135,7 @@ def test_a_fork_that_was_not_asked_anything_yet_is_not_read(runner: Forking) -> 
 
 
 @pytest.mark.parametrize("outlives_rounds", [False, True])
-def test_with_its_order_a_fork_is_what_the_end_of_a_round_kills(
-    runner: Forking, outlives_rounds: bool
-) -> None:
+def test_a_fork_with_its_order_ends_with_a_round(runner: Forking, outlives_rounds: bool) -> None:
     runner.want(outlives_rounds=outlives_rounds)
     runner.forked(11)
     assert runner.children.taken[11].spared is outlives_rounds
@@ -153,9 +149,7 @@ def test_a_fork_whose_start_was_dropped_before_it_existed_runs_nothing(runner: F
         heard(link)
 
 
-def test_a_spare_fork_that_died_unasked_is_replaced_by_another_and_only_by_one(
-    runner: Forking,
-) -> None:
+def test_a_spare_fork_that_died_unasked_is_replaced_by_one(runner: Forking) -> None:
     runner.zygote.spec.spare_forks = 1
     runner.forks.zygote_ready()
     runner.forked(21)

@@ -161,9 +161,7 @@ def test_a_report_with_a_descriptor_keeps_nobody_and_ends_the_reports(watched: W
     assert watched.restarts.report_to is None and not watched.zygote.given_up
 
 
-def test_a_cold_restart_of_a_young_job_says_why(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_restart_says_why(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watched.restarts.cold_because == ""  # The first round is no restart.
     watched.restarts.begin_round(2)
     began = time.monotonic()
@@ -173,9 +171,7 @@ def test_a_cold_restart_of_a_young_job_says_why(
     assert watched.restarts.cold_because == ""
 
 
-def test_a_restart_says_nothing_of_the_jobs_age_once_there_is_another_reason(
-    watched: Watched,
-) -> None:
+def test_a_restart_with_another_reason_tells_no_age(watched: Watched) -> None:
     watched.restarts.begin_round(2)
     watched.zygote.begun = True
     assert watched.restarts.cold_because == ""

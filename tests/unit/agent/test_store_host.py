@@ -35,9 +35,7 @@ def test_the_store_is_of_the_kind_that_its_clients_are(
     assert isinstance(asked, dict) and asked["use_libuv"] is kind
 
 
-def test_where_libuv_takes_no_listening_socket_the_older_server_serves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_libuvs_socket_the_older_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch 2.4: the store host failed, and three rounds with it, before RANK 0 served."""
 
     def store(*where: object, use_libuv: bool, **options: object) -> str:
