@@ -302,19 +302,13 @@ def test_a_script_of_old_is_told_its_local_rank_before_its_own_arguments() -> No
     assert found.argv(0)[2:] == ("-m", "pkg.t", "--local-rank=0", "a")
 
 
-@pytest.mark.parametrize("option", ["--use-env", "--use_env", "--use"])
-def test_or_reads_it_from_the_environment(option: str) -> None:
-    found, _ = parse_launch([option, "--no-python", "t", "a"], legacy=True)
-    assert found.argv(1) == ("t", "a")
-
-
 def test_a_program_of_old_is_told_by_the_environment_alone() -> None:
+    for option in ("--use-env", "--use_env", "--use"):
+        found, _ = parse_launch([option, "--no-python", "t", "a"], legacy=True)
+        assert found.argv(1) == ("t", "a")
     with pytest.raises(InvalidRequestError, match="add --use-env, and read LOCAL_RANK"):
         parse_launch(["--no-python", "t"], legacy=True)
     assert parse_launch(["--no-python", "t"])[0].argv(0) == ("t",)
-
-
-def test_only_torch_distributed_launch_has_use_env() -> None:
     with pytest.raises(InvalidRequestError, match="--use-env is not a flag"):
         parse_launch(["--use-env", "t"])
 
@@ -322,6 +316,7 @@ def test_only_torch_distributed_launch_has_use_env() -> None:
 # ------------------------------------------------------------------ what makes no sense
 
 REFUSED = [
+    ("--xyz", "--xyz is not a flag; see rdzvrun --help"),
     (
         "--nnodes=2",
         "--nnodes=2 needs a server; start rdzvd and give its address as --rdzv-endpoint=HOST:PORT",
@@ -384,6 +379,12 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(options: str, message: s
     assert str(refusal.value) == message
 
 
+@pytest.mark.parametrize("argv", [[], ["--role"]])
+def test_a_launch_without_a_script_is_refused(argv: list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match="what is to run is missing; give a script after"):
+        parse_launch(argv)
+
+
 def test_what_has_no_effect_beside_c10d_is_mentioned() -> None:
     c10d = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29400")
     said = "; --node-rank and --master-* have no effect with c10d"
@@ -421,20 +422,6 @@ def test_a_senseless_variable_is_named(value: str, monkeypatch: pytest.MonkeyPat
         launch()
     expected = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={value}: give a number of seconds from 0 to 86400"
     assert str(refusal.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "what is to run is missing; give a script after the flags"),
-        (["--xyz", "t"], "--xyz is not a flag; see rdzvrun --help"),
-        (["--role"], "what is to run is missing"),
-    ],
-)
-def test_usage_errors_name_the_flag_and_a_remedy(argv: list[str], message: str) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
-        parse_launch(argv)
-    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("word", ["-h", "--help", "--version", "--print-completion=bash"])
@@ -485,22 +472,15 @@ def test_the_etcd_back_ends_are_served_by_whom_the_nodes_elect() -> None:
     assert meeting.elect_by.endpoints == (Endpoint("e1", 2379), Endpoint("e2", 7))
     assert meeting.elect_by.prefix == "/torchelastic/p2p/night_3a_7"
     assert meeting.endpoints == meeting.elect_by.endpoints
+    # No two jobs share a part of etcd.
+    names = ("a:b", "a_3a_b", "a_b", "a.b", "a@b", "A:b")
+    found = (parse_launch([*line, f"--rdzv-id={name}", "t"])[1].elect_by for name in names)
+    assert len({etcd.prefix for etcd in found if etcd is not None}) == len(names)
     own = parse_launch(
         [*line, "--rdzv-id=j", "--rdzv-conf=etcd_prefix=/mine/,protocol=https", "train.py"]
     )[1]
     assert own.elect_by is not None
     assert (own.elect_by.prefix, own.elect_by.secure) == ("/mine/j", True)
-
-
-def test_no_two_jobs_share_a_part_of_etcd() -> None:
-    names = ("a:b", "a_3a_b", "a_b", "a.b", "a@b", "A:b")
-    prefixes = set()
-    for name in names:
-        line = ["--rdzv-backend=etcd", "--rdzv-endpoint=e", f"--rdzv-id={name}", "train.py"]
-        etcd = parse_launch(line)[1].elect_by
-        assert etcd is not None
-        prefixes.add(etcd.prefix)
-    assert len(prefixes) == len(names)
 
 
 def test_the_static_back_end_is_served_by_node_rank_0_and_ranks_are_node_ranks() -> None:
