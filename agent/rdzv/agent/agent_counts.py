@@ -126,9 +126,6 @@ class JobCounts:
         self._parked = 0
         self._started_s = self._stopped_s = 0.0
         self._restarts: int | None = None
-        """The number of restarts spent when this node last started workers, or None before the
-        first start.
-        """
         self.stuck = 0
         self.has_runner = False
 

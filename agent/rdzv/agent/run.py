@@ -47,10 +47,7 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, *, legacy: bool = False) -> NoReturn:
-    """Run rdzvrun, and exit as described in the module's docstring.
-
-    `legacy` accepts the command line of torch.distributed.launch.
-    """
+    """Run rdzvrun; `legacy` accepts the command line of torch.distributed.launch."""
     try:
         _run(argv, legacy=legacy)
     except KeyboardInterrupt:
@@ -127,10 +124,7 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def set_up_logging(program: str) -> None:
-    """Log to stderr at LOGLEVEL (INFO by default); stdout belongs to the workers.
-
-    An embedded server logs only problems, because the agent itself logs the events.
-    """
+    """Log to stderr at LOGLEVEL. An embedded server logs only problems: the agent logs events."""
     level = os.environ.get("LOGLEVEL", "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter(program))

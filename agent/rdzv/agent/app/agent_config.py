@@ -24,10 +24,7 @@ DEFAULT_FILE = Path("/etc/rdzv/agent.toml")
 
 
 def check_directories(settings: AgentSettings, *, for_another: bool = False) -> None:
-    """Check whether the agent's directories can be created and used, without creating them.
-
-    With `for_another`, the agent may run under another account, whom they may belong to.
-    """
+    """Refuse directories that cannot be used, creating none; not those `for_another` account."""
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
         if settings.user:
             _check_passable(path)
@@ -57,9 +54,6 @@ def check_own(key: str, path: Path, *, strictly: bool) -> None:
     folder is refused as well. Unless `strictly`, that applies only where anyone could have created
     the folder, as in /tmp; elsewhere, root must have allowed it, as with a home directory inside a
     group's folder.
-
-    Raises:
-        InvalidRequestError: another account owns it, a directory above it, or a link to it.
     """
     path = path.absolute()
     ends = (path, path.resolve())
@@ -98,9 +92,9 @@ def _check_passable(path: Path) -> None:
 def read_config(
     path: Path, *, for_another: bool = False
 ) -> tuple[Loaded[AgentSettings], tuple[Launch, ...]]:
-    """Read and check a configuration; return it, and the jobs that are listed in it.
+    """Return the configuration, and the jobs that are listed in it.
 
-    With `for_another`, the agent will run under another account, so the current one is not checked.
+    The current account is not checked if the agent will run under another one (`for_another`).
     """
     loaded = load(AgentSettings, path)
     try:

@@ -91,9 +91,6 @@ def choose(options: Namespace) -> Meeting:
     Without a back-end, the choice is this node alone, if there is no endpoint or port and at most
     one node; `static`, if --node-rank or --master-* is given, or an endpoint for a single node
     where this node can serve as torchrun would; and otherwise an rdzvd at the endpoint.
-
-    Raises:
-        InvalidRequestError: the command line is incomplete or contradicts itself.
     """
     if options.standalone or _alone(options):
         return _standalone(options)
@@ -217,10 +214,7 @@ def _c10d_at_any_port(options: Namespace, host: str) -> Meeting:
 
 
 def _etcd(options: Namespace) -> Meeting:
-    """Meet at the node that all nodes elect. `etcd` and `etcd-v2` mean the same here.
-
-    Both require etcd's v3 API. torchrun's back-ends use the v2 API, which was removed in etcd 3.6.
-    """
+    """Both names mean etcd's v3 API here; torchrun's use v2, which was removed in etcd 3.6."""
     given = f"--rdzv-backend={options.rdzv_backend}"
     if not options.rdzv_endpoint:
         raise InvalidRequestError(f"{given} needs --rdzv-endpoint=HOST:PORT of an etcd v3")

@@ -29,10 +29,7 @@ class SayJoin:
 
 @struct(frozen=True)
 class StartWorkers:
-    """Start the local worker group, and the round's store host if this node is to serve it.
-
-    Parked workers listed in `assignment.kept` enter the round; all others are ended first.
-    """
+    """Parked workers in `assignment.kept` enter the round; all others are ended first."""
 
     assignment: Assignment
 
@@ -65,10 +62,7 @@ class EndKept:
 
 @struct(frozen=True)
 class NotifyWorkers:
-    """Notify the workers, by means of the notice file, that the node will leave in `left_ms`.
-
-    With `signum`, that signal is also sent once to each worker.
-    """
+    """Say by the notice file that the node leaves in `left_ms`, and by `signum`, if given."""
 
     round: int
     left_ms: int

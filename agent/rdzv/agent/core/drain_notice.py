@@ -18,10 +18,7 @@ _SIGTERM = 15
 
 
 def give_drain_notice(work: Work, event: NoticeGiven) -> None:
-    """Notify the workers and wait until they exit. A node without workers leaves at once.
-
-    Workers that were already notified get no second signal; only the deadline may change.
-    """
+    """Workers that were already notified get no second signal; only the deadline may change."""
     state = work.state
     if state.is_ending:
         return
@@ -61,10 +58,7 @@ def follows_notice(work: Work, event: WorkerExited | WorkerSuspected) -> bool:
 
 
 def leave_with_workers(work: Work, event: WorkerExited) -> None:
-    """Leave once all workers have exited, or as soon as one exits with an error.
-
-    If all exited with 0, the job may be done, so the node first waits a moment for other nodes.
-    """
+    """If all exited with 0, the job may be done, so the node first waits for other nodes."""
     notice, alive = work.state.notice, work.state.alive
     assert notice is not None
     if event.exit_code != 0:

@@ -72,10 +72,7 @@ def worker_environ(
 
 
 def _snapshot(assignment: Assignment) -> str | None:
-    """Return the snapshots that new workers load, as LINEAGE:STEP:SERIES, or "" for none.
-
-    Returns None if the server does not say, because it is too old or this is the first round.
-    """
+    """Return LINEAGE:STEP:SERIES to load, "" for none, or None where the server does not say."""
     mark = assignment.snapshot
     if mark is not None and assignment.snapshot_loads:
         return f"{mark.lineage}:{mark.step}:{mark.series}"

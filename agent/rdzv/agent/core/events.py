@@ -125,10 +125,7 @@ class KeptGone:
 
 @struct(frozen=True)
 class SnapshotsChanged:
-    """The runner's snapshots of the run have changed. These are all the snapshots it holds now.
-
-    They include copies of other nodes' snapshots, which have a `copy_of`.
-    """
+    """All snapshots that the runner holds now, copies of other nodes' (`copy_of`) included."""
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
@@ -147,10 +144,7 @@ class WorkersStuck:
 
 @struct(frozen=True)
 class Fenced:
-    """The round is being killed after `fence_after_ms` without proof of contact with the server.
-
-    The resulting worker exits are reported after this event, followed by `WorkersGone`.
-    """
+    """The round is being killed for want of contact. Exits, and `WorkersGone`, follow."""
 
     round: int
     at_ms: int
@@ -192,10 +186,7 @@ class Signalled:
 
 @struct(frozen=True)
 class NoticeGiven:
-    """The node must be empty in `left_ms`. It notifies its workers and leaves when they exit.
-
-    A repeated notice only changes the deadline.
-    """
+    """The node must be empty in `left_ms`. A repeated notice only changes the deadline."""
 
     left_ms: int
     reason: str
@@ -297,9 +288,8 @@ class RunnerRefused:
 class RunnerExited:
     """The runner and its workers are gone; this is its last event. Negative codes are signals.
 
-    An adopted runner's exit code is unknown. It is given as 0 if the runner was asked to end, and
-    as None otherwise. In the latter case its workers' descendants may remain; in a subreaper,
-    `sweep_orphans` kills them.
+    An adopted runner's code is 0 if it was asked to end, else None; then descendants of its workers
+    may remain, which `sweep_orphans` kills in a subreaper.
     """
 
     exit_code: int | None

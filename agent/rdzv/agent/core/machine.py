@@ -238,8 +238,7 @@ def _close(work: Work, event: messages.Closed) -> None:
 def _accept_refusal(work: Work, event: messages.Refused) -> None:
     """Accept a refusal as final for a node that wants a place, as repeating changes nothing.
 
-    Workers continue unless the refusal means that they have no place. Once they are gone, the node
-    asks again and is then refused.
+    Workers continue unless it means that they have no place; then the node asks again.
     """
     if work.state.phase is not Phase.JOINING and event.code not in _OVER_FOR_THIS_NODE:
         return
@@ -346,10 +345,7 @@ def _note_suspect(work: Work, event: events.WorkerSuspected) -> None:
 
 
 def _note_fence(work: Work, event: events.Fenced) -> None:
-    """Record that the runner is killing what remains of the round. `WorkersGone` follows.
-
-    This is not a worker failure. If all workers had succeeded, only leftover processes are killed.
-    """
+    """This is no worker failure. If all have succeeded, only leftover processes are killed."""
     state = work.state
     if state.phase is Phase.SUCCEEDED:
         return
@@ -496,10 +492,7 @@ def _leave_by_signal(work: Work, event: events.Signalled) -> None:
 
 
 def _withdraw(work: Work, event: messages.Withdrawn) -> None:
-    """Give the job back to the server, which may place it here again.
-
-    The leave is announced anyway, because this node's join may have crossed the withdrawal.
-    """
+    """The leave is announced anyway, because this node's join may have crossed the withdrawal."""
     if event.run == work.state.run and work.state.outcome is None:
         leaving = Leaving(LeaveCause.SIGNAL, event.reason, EXIT_TRY_AGAIN)
         leave(work, leaving, work.state.job.shutdown_timeout_ms, signum=None)

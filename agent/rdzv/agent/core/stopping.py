@@ -17,10 +17,7 @@ def stop(
     keep: bool = False,
     not_kept: tuple[int, ...] = (),
 ) -> None:
-    """Stop the workers; if `keep` is set, those that can park are parked instead.
-
-    The runner answers with `WorkersGone`.
-    """
+    """Stop the workers, or park those that can if `keep` is set. `WorkersGone` follows."""
     state = work.state
     assert state.assignment is not None
     keep_ms = (state.job.keep_timeout_ms or None) if keep else None
@@ -72,10 +69,7 @@ def finish(work: commands.Work, outcome: Outcome, charged: tuple[int, ...] = ())
 
 
 def conclude(work: commands.Work, charged: tuple[int, ...] = ()) -> None:
-    """Join again or exit, now that no workers take part in a round.
-
-    Before the node exits, its parked workers are ended.
-    """
+    """Join again or exit, now that none take part in a round; an exit ends parked workers first."""
     state = work.state
     notice, anew = state.notice, state.outcome is not None and state.outcome.joins_anew
     stays = anew or not state.is_ending

@@ -61,11 +61,7 @@ class ExitedWorker:
 
 
 def explain_exit(worker: ExitedWorker) -> ErrorFile:
-    """Return the contents of a failed worker's error file, with any other causes of its exit.
-
-    The job's files are read with the job's rights. Never raises exceptions. May hang if a file
-    server does.
-    """
+    """Read the job's files with its rights. Raises nothing, but may hang if a file server does."""
     error = read_error(worker.error_file, worker.signal, worker.pid, worker.identity)
     uid = worker.identity.uid if worker.identity is not None else os.getuid()
     killed = worker.signal == signal.SIGKILL
@@ -117,10 +113,9 @@ def find_core_dump(
     identity: Identity | None = None,
     kernel: Path = KERNEL,
 ) -> str:
-    """Describe where a dead worker's core dump is, or return "" if none can be found.
+    """Return "" if none is found. The worker's account must see the file.
 
-    `folder` is the worker's working folder, or None for the agent's own. The worker's account must
-    be able to see the file.
+    `folder` is the worker's working folder, or None for the agent's own.
     """
     if signum not in DUMPING:
         return ""

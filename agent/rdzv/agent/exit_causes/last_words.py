@@ -116,10 +116,7 @@ _UNREACHED_PEER = re.compile(
 
 
 def explain_peer_address(text: str, own: Callable[[], Container[str]]) -> str:
-    """Say so if gloo did not reach a peer at an address that leads to this machine itself.
-
-    `own` returns this machine's addresses.
-    """
+    """Say so if gloo did not reach a peer at an address of this machine, one of `own()`."""
     found = _UNREACHED_PEER.search(text)
     if found is None:
         return ""

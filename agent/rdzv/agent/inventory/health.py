@@ -70,10 +70,7 @@ class NodeHealth:
     async def look(
         self, mine: frozenset[str] = frozenset(), *, fresh_s: float = FRESH_S
     ) -> tuple[FailingCheck, ...]:
-        """Return the failing checks, from a result no older than `fresh_s`.
-
-        `mine` are the calling job's GPUs, which are idle because the job's processes are gone.
-        """
+        """Return what fails, found no longer than `fresh_s` ago. `mine`: the caller's idle GPUs."""
         if not self._checks:
             return ()
         loop = asyncio.get_running_loop()
@@ -103,11 +100,7 @@ class NodeHealth:
                 log.error("%s: cannot dismiss earlier errors: %s", check.name, error)
 
     async def run(self) -> None:
-        """Run the checks if there is no result yet, on request, and repeatedly while one fails.
-
-        They also run periodically while the node is idle, so that no job is placed on a node that
-        has become unhealthy.
-        """
+        """Run the checks first, on request, and repeatedly while one fails or the node is idle."""
         if self._began_s is None:
             await self.look()
         retry_s = FIRST_RETRY_S

@@ -47,10 +47,7 @@ class Plain:
 async def run_in_session(
     args: Sequence[str], hear: Callable[[bytes], None], timeout_s: float | None = None, **how: Any
 ) -> int:
-    """Run a command, and pass its output to `hear`; return its exit code.
-
-    At its end or after `timeout_s`, all processes in its session are killed.
-    """
+    """Return its exit code. At its end or after `timeout_s`, all in its session are killed."""
     loop, stream, (read_fd, write_fd) = (
         asyncio.get_running_loop(),
         asyncio.StreamReader(),

@@ -22,9 +22,7 @@ from rdzv.structs import Duration, setting, struct
 log = logging.getLogger("rdzv.agent")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
-"""The minimum and maximum wait before a failed command is restarted. The wait doubles each time,
-unless the command ran for a long time.
-"""
+"""The wait before a failed command is restarted; it doubles, unless the command ran long."""
 STEADY_S = 60.0
 """If a command has run this long, its next restart is only delayed by the minimum wait."""
 LOOK_EVERY_S = 1.0

@@ -74,10 +74,7 @@ def describe(has: NodeResources) -> str:
 
 
 def memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the memory available to this process: the machine's, or its cgroup's lower limit.
-
-    Returns 0 if it is unknown.
-    """
+    """Return the machine's memory, or its cgroup's lower limit; 0 if it is unknown."""
     limits = []
     for line in read_text(proc / "meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -144,10 +141,6 @@ def find_gpus(
     `library` is the path of NVML's library, empty for the system's; `nvml` is its Python module. If
     NVML cannot be queried, there are no GPUs, and naming any is an error. If CUDA_VISIBLE_DEVICES
     restricts this process to some of the GPUs, jobs get only those.
-
-    Raises:
-        InvalidRequestError: NVML does not find a named GPU; or CUDA_VISIBLE_DEVICES has numbers,
-            whose meaning depends on an order that NVML does not know.
     """
     if wanted == NONE:
         return ()

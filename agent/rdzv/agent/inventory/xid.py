@@ -121,9 +121,6 @@ class Lifted:
 
 
 def describe(found: Iterable[Xid], codes: Collection[str], after: int) -> str:
-    """Describe the errors with these codes after record number `after`; "" if there are none.
-
-    Only the latest error of each GPU and code is named, because a broken GPU repeats its errors.
-    """
+    """Describe the latest error of each GPU and code after this record; "" if there is none."""
     last = {(xid.place, xid.code): xid for xid in found if xid.code in codes and xid.number > after}
     return "; ".join(map(str, last.values()))

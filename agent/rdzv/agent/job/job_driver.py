@@ -55,10 +55,7 @@ LET_GO_TIMEOUT_S = 2.0
 
 
 class JobDriver:
-    """Drives a job on this node until the job has ended on it.
-
-    An error ends only this job, and is raised by `ended`.
-    """
+    """Drives a job on this node until it `ended` there. An error ends only this job."""
 
     def __init__(
         self,
@@ -149,11 +146,7 @@ class JobDriver:
             self.decisions.guard(self._join, rejoin(self.decisions.state))
 
     def resume(self, found: FoundRunner, kept: handover_state.KeptState) -> None:
-        """Continue the job where the previous agent left it, and include it in every Hello.
-
-        `found` is the job's adopted runner. Events that it has held back are handled as if they had
-        just happened. Call `get_ready` next.
-        """
+        """`found` is the adopted runner, whose held events are handled now. `get_ready` is next."""
         state = kept.state
         if state.disconnected_since_ms is None:
             state = replace(state, disconnected_since_ms=monotonic_ms())
@@ -220,10 +213,9 @@ class JobDriver:
         self._link.log_reader.serve(self.rdzv_id, self.workers.written)
 
     async def get_ready(self, why_not: str = "") -> None:
-        """After `resume`, get ready for the next rounds; `why_not` is set if that is impossible.
+        """After `resume`, get ready for the next rounds, or make them fail because of `why_not`.
 
-        That reason, or an error in this call, makes the next round fail to start. In either case,
-        the current round's workers keep running under supervision.
+        An error has the same effect. The current round's workers keep running, supervised.
         """
         unready = why_not
         if not why_not:

@@ -37,10 +37,7 @@ log = logging.getLogger("rdzv.agent")
 
 
 class LocalRound:
-    """The workers of one round on this node. Call either `begin` or `resume`, once.
-
-    An exception in its task, other than a failed start, ends the job on this node.
-    """
+    """Call `begin` or `resume`, once. An error, but a failed start, ends the job on this node."""
 
     def __init__(self, job: JobDriver, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -227,10 +224,9 @@ class LocalRound:
                 self._gone.set()
 
     async def explain_failure(self, exited: events.WorkerExited) -> events.WorkerExited:
-        """Return a failed worker's exit with the contents of its error file, if that can be read.
+        """Return a failed worker's exit with the contents of its error file.
 
-        If a collective failed in the worker, the exit is held back for a limited time to let the
-        server ask all ranks for their stacks.
+        If a collective failed, the server gets some time to ask all ranks for their stacks.
         """
         heard_ms, launch = monotonic_ms(), self._job.launch
         output = self.outputs[exited.local_rank]

@@ -73,10 +73,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def serve(fd: int, wanted_port: int | None = None, *, whole_torch: bool) -> object:
-    """Return a store on this listening socket, which serves clients until it is deleted.
-
-    If torch is already imported, as in a fork of the zygote, set `whole_torch` to use it as it is.
-    """
+    """Return a store that serves until deleted. `whole_torch` uses torch as it was imported."""
     host, port = reachable_at(fd)
     if wanted_port not in (None, port):
         raise ValueError(f"the socket has port {port}, not {wanted_port}")

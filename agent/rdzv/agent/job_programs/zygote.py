@@ -157,10 +157,7 @@ def _be_expendable() -> None:
 
 
 def _leave_cpus_to_others(nice: int) -> None:
-    """Set this session's priority, if the kernel has autogroups.
-
-    Forks inherit a nice value, and could not raise it again; they do not inherit this priority.
-    """
+    """Set this session's autogroup: forks inherit a nice value, and could not raise it again."""
     for _ in range(5):
         try:
             Path("/proc/self/autogroup").write_text(str(nice))
@@ -439,10 +436,9 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 def _fork_all(
     control: socket.socket, links: Sequence[int], *, lost: bool
 ) -> tuple[dict[str, object] | None, int]:
-    """Fork once for each link. Returns the response once the intermediate process is gone.
+    """Fork once for each link. In a fork, return None and the fork's index.
 
-    In a fork, returns None and the fork's index. Makes no forks if some links were `lost` for lack
-    of descriptors.
+    Makes no forks if some links were `lost` for lack of descriptors.
     """
     if lost:
         return {"pids": [], "reason": f"fork: {os.strerror(errno.EMFILE)}"}, -1
@@ -714,11 +710,7 @@ def _change_folder(cwd: str) -> None:
 
 
 def _renew_streams() -> None:
-    """Reopen the standard streams on their descriptors.
-
-    Preloaded modules may hold references to them, so the objects remain the same and only the
-    layers below are replaced.
-    """
+    """Replace the layers below the objects, to which preloaded modules may hold references."""
     streams: Any = (sys.__stdin__, sys.__stdout__, sys.__stderr__)
     for fd, stream in enumerate(streams):
         if stream is None:
@@ -738,10 +730,7 @@ def _renew_streams() -> None:
 
 
 def _renew_randomness() -> None:
-    """Give this process its own random numbers, like a fresh interpreter.
-
-    GPU generators do not exist yet, and start from the same number in every process.
-    """
+    """As in a fresh interpreter. GPU generators start from the same number in every process."""
     random.seed()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.initial_seed() == _torch_seed.get("fresh"):

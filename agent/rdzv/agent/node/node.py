@@ -157,10 +157,7 @@ async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutc
 def _signals_to(
     drivers: Sequence[JobDriver], signals: Collection[signal.Signals]
 ) -> Iterator[Sequence[signal.Signals]]:
-    """Post signals as events; yield those that come before there is a driver.
-
-    Ctrl-C must not interrupt the shutdown of an embedded server, either.
-    """
+    """Post signals; yield those before the first driver. No Ctrl-C cuts a server's end short."""
     early: list[signal.Signals] = []
 
     def take(signum: signal.Signals) -> None:

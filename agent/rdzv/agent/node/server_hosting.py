@@ -49,10 +49,9 @@ log = logging.getLogger("rdzv.agent")
 async def serving_itself(
     store_at: Endpoint | None = None, rdzv_id: str = ""
 ) -> AsyncIterator[Endpoint]:
-    """Serve only this node, on a loopback port chosen by the system.
+    """Serve only this node, on a loopback port, and the round's store at `store_at`.
 
-    Server and node are one process and stop together, so neither watches the other. The store for
-    the job's round is also reachable at `store_at`.
+    Server and node are one process and stop together, so neither watches the other.
     """
     never_ms = UNWATCHED_MS
     config = replace(
@@ -108,10 +107,7 @@ async def _find_store(server: Driver, rdzv_id: str) -> Endpoint | None:
 
 @contextlib.asynccontextmanager
 async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator[Endpoint]:
-    """Serve all of the job's nodes while this one is elected; yield where to ask for the server.
-
-    At the end, an elected node waits a few seconds for the others to learn how the job ended.
-    """
+    """Serve while elected; yield where to ask. At the end, others may still hear the result."""
     from rdzv.stores.election import Election
     from rdzv.stores.etcd_client import EtcdClient
 

@@ -33,10 +33,7 @@ FindStore = Callable[[], Awaitable[Endpoint | None]]
 async def shared(
     listening: socket.socket, rendezvous: Endpoint | None, find_store: FindStore
 ) -> AsyncIterator[None]:
-    """Relay connections to one of two servers until the body ends.
-
-    Without a `rendezvous`, there is only the store. What is for neither is closed.
-    """
+    """Relay to one of two servers, or to the store alone. What is for neither is closed."""
     async with asyncio.TaskGroup() as tasks:
         ends: set[asyncio.Task[None]] = set()
 
@@ -82,10 +79,9 @@ async def _connect(
 
 
 async def _first_bytes(reader: asyncio.StreamReader) -> bytes:
-    """Return all that the client has sent, at least enough to tell the protocols apart.
+    """Return all that the client has sent at once, at least enough to tell the protocols.
 
-    torch's store closes a connection whose first message arrives in pieces, so what the client has
-    sent at once is passed on at once.
+    torch's store closes a connection whose first message arrives in pieces.
     """
     first = b""
     while len(first) < len(PREFACE):

@@ -100,10 +100,7 @@ def arrivals(
     most: int,
     clock: Reading | None,
 ) -> list[GroupArrivals]:
-    """Return each group's arrivals since those already `reported`, and update `reported`.
-
-    Each collective is reported together with the next one.
-    """
+    """Return what is new since `reported`, and update that. Each comes with the next one."""
     found = []
     for name in sorted({name for groups in by_rank.values() for name in groups}):
         of = {rank: groups[name] for rank, groups in by_rank.items() if name in groups}

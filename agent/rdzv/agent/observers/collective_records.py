@@ -140,10 +140,7 @@ class RecordReader:
     def left(
         self, file: str, pid: int, entries: int = flight_records.ENTRIES, *, gone: bool = True
     ) -> LeftRecord | None:
-        """Return the record that a worker left when it ended, or None if it left none.
-
-        If it is `gone` and left none, its last response is used if that is still meaningful.
-        """
+        """Return what a worker left, or of one that is `gone` its last response if that counts."""
         if not self.on or not file:
             return None
         try:

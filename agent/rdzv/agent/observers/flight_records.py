@@ -120,8 +120,7 @@ def read_record(
 def read_times(text: bytes, clocks_apart_ns: int) -> dict[str, GroupTimes]:
     """Read when a worker entered its collectives, by process group.
 
-    `clocks_apart_ns` is the difference between the timestamps' clock and the monotonic one. NCCL
-    collectives are included only if they have ended and their durations are known.
+    `clocks_apart_ns` leads to the monotonic clock. NCCL's must have ended, with a duration.
     """
     found = {}
     for name, entries in list(_by_group(_decoded(text)).items())[:MAX_GROUPS]:

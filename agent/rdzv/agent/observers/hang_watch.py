@@ -66,11 +66,7 @@ class HangWatch:
         identity: Identity | None = None,
         now_ms: Callable[[], int] = monotonic_ms,
     ) -> None:
-        """Report changes in the set of hung workers with `say`; without a timeout, watch nothing.
-
-        Progress files are read with the rights of the workers' account. Without `records`, no
-        worker is asked about its collectives.
-        """
+        """Without a timeout, watch nothing; without `records`, ask nobody for collectives."""
         self._records = records
         self._asking: asyncio.Task[None] | None = None
         self._asked_ms = 0
@@ -153,10 +149,7 @@ class HangWatch:
             self._timer = None
 
     def look(self) -> None:
-        """Check all workers; report the hung ones if they changed or the last report is old.
-
-        A timer does this at intervals; it may be called in between.
-        """
+        """A timer does this at intervals; it may be called in between."""
         assert self._timeout is not None
         now_ms = self._now_ms()
         # While this process was stopped it watched nothing, and perhaps nothing else was running,
@@ -224,10 +217,10 @@ class HangWatch:
                 self._asking = None
 
     async def _count(self, reader: RecordReader, worker: _Worker) -> None:
-        """Ask a worker how many collectives it has completed.
+        """Ask how many collectives it has completed.
 
-        A worker that completes no collectives, and is not waiting in one, is not judged by their
-        number, because the script may use collectives only at its start.
+        If it completes none, and waits in none, they do not count: the script may use them only at
+        its start.
         """
         try:
             begins = worker.activity.silent_ms < BEGINS_MS

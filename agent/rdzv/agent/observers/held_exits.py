@@ -55,11 +55,9 @@ class HeldExits:
             self._limit.reschedule(asyncio.get_running_loop().time() + HELD_S)
 
     async def hold(self, local_rank: int, pid: int, file: str, signum: int | None) -> str:
-        """If a worker's collective has failed, wait a limited time for the round to end.
+        """If its collective has failed, hold the exit for the round to end; return which it is.
 
-        Returns which collective that is, such as `barrier #4 of the default group`, or an empty
-        string. `signum` is the signal that ended the worker, if any. If the collective waited only
-        for a moment, the exit is not held back.
+        If the collective waited only for a moment, the exit is not held back.
         """
         assignment, left = self._assignment, self._records.left(file, pid)
         if left is None:

@@ -143,9 +143,8 @@ def _content(path: Path) -> bytes:
 class ProgressFiles:
     """The progress files of one job's workers on this node, and their content.
 
-    For each round, call `open_round` before the workers start and `close_round` when no worker
-    takes part any more. A kept worker continues with its file. `say` is called with the current
-    progress when it has changed, and by `say_again`. Call `close` at the end.
+    `say` is called with the progress when it has changed, and by `say_again`. A kept worker
+    continues with its file.
     """
 
     def __init__(
@@ -215,10 +214,7 @@ class ProgressFiles:
             self._report(self._assignment)
 
     def furthest(self) -> int | None:
-        """Return the highest step that any worker in the round reached; None if unreported.
-
-        The files are read once more for this.
-        """
+        """Read the files once more; return the highest step in the round, None if unreported."""
         now_ms = self._now_ms()
         for file in self._files:
             file.look(now_ms, self._identity)

@@ -84,9 +84,7 @@ def find_py_spy() -> str | None:
 
 
 Say = Callable[[int, tuple[WorkerStack, ...], bool, str], Awaitable[None]]
-"""Sends stacks for a request, with flags for whether they are the last, and the reason if there are
-none.
-"""
+"""Sends stacks for a request, whether they are the last, and the reason if there are none."""
 
 
 class StackAnswers:
@@ -98,10 +96,7 @@ class StackAnswers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, asked: TakeStacks, state: AgentState, running: Mapping[int, Target]) -> None:
-        """Start handling a request. `running` are the workers that have started, by LOCAL_RANK.
-
-        The more workers the round has in total, the less of each worker's record is sent.
-        """
+        """The more workers the round has in total, the less of each worker's record is sent."""
         assignment, error = state.assignment, f"it has no workers of round {asked.round}"
         targets: list[Target] = []
         finished: list[WorkerStack] = []
@@ -195,11 +190,7 @@ async def take_all(
     look: With | None = None,
     identity: Identity | None = None,
 ) -> AsyncGenerator[WorkerStack, None]:
-    """Yield each worker's stack as soon as it is read, omitting workers that have exited.
-
-    A stack that cannot be read within `timeout_s` is replaced with a note. The workers run under
-    `identity`, if one is given.
-    """
+    """Yield each stack as soon as it is read; a note after `timeout_s`; none for exited workers."""
     py_spy, gate = find_py_spy(), asyncio.Semaphore(AT_ONCE)
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     stacks = [(one, _take(py_spy, one, gate, deadline_s, identity)) for one in targets]

@@ -117,12 +117,7 @@ class Tee:
         self._finishing: list[_Pump] = []
 
     def duplicate(self, stream: OutputStream, path: Path, filters: Sequence[str]) -> None:
-        """Also copy a stream's lines that contain any of `filters` into a new file.
-
-        This applies to files followed until the next `unfollow`. torchrun calls the new files
-        `filtered_stdout.log` and `filtered_stderr.log`, and puts them next to the workers' folders;
-        their lines have the same prefixes as the console's.
-        """
+        """Also copy what contains any of `filters` to a new file, until the next `unfollow`."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         pump = _Pump(os.open(path, flags, 0o666), str(path))
         self._filters[stream] = pump, tuple(map(os.fsencode, filters))
@@ -135,11 +130,10 @@ class Tee:
             pump.follow(TailedFile(path, prefix, needles))
 
     def unfollow(self) -> None:
-        """Copy every file up to its current end, and forget it.
+        """Copy every file up to its end, in the background, and forget it.
 
-        This happens in the background, and only for the last `MAX_ENDED_ROUNDS` rounds. Older
-        output that the console has not accepted by then is dropped with a warning, but remains in
-        the files.
+        After `MAX_ENDED_ROUNDS` rounds, what the console has not accepted is dropped with a
+        warning, but remains in the files.
         """
         for pump, _ in self._filters.values():
             pump.finish()
@@ -202,9 +196,6 @@ class _Pump:
         self._poll.register(self._abort, POLLIN)
         self._name = name
         self._files: dict[TailedFile, int] = {}
-        """The number of rounds that have ended since each file's own began. Once that is positive,
-        the file no longer grows.
-        """
         self._dropped = 0
         self._finishing = self._stopping = self._has_news = False
         self.is_over = False

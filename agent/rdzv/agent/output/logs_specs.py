@@ -89,10 +89,7 @@ class LogsSpecs:
 
 
 def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int]:
-    """Encode a value shared by all workers under key -1, and differing values by worker.
-
-    torch's classes may depend on this distinction.
-    """
+    """Give a value shared by all under key -1, as torch's classes may depend on that."""
     values = set(by_rank.values())
     if len(values) == 1 and by_rank.keys() == set(range(local_world_size)):
         return {-1: values.pop()}

@@ -72,10 +72,7 @@ class RunFolder:
 
 
 class RunFolders:
-    """All run folders on this node.
-
-    Methods that read or remove files may be called in a thread.
-    """
+    """All run folders on this node. What reads or removes files may be called in a thread."""
 
     def __init__(self, state_dir: Path) -> None:
         self._base = state_dir / "runs"
@@ -86,10 +83,7 @@ class RunFolders:
         return RunFolder(self._base / folder_name(rdzv_id) / folder_name(run))
 
     def open(self, rdzv_id: str, run: str, identity: Identity | None = None) -> RunFolder:
-        """Create a run's folder, which is in use until `release`.
-
-        With an identity, it belongs to that account, and no other account may read it.
-        """
+        """Create a run's folder, in use until `release`, which only its `identity` may read."""
         path = self._base / folder_name(rdzv_id) / folder_name(run)
         with self._lock:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,19 +118,13 @@ class RunFolders:
                     return
 
     def written(self, rdzv_id: str, runs: Sequence[str]) -> Written | None:
-        """Return the output on this node of a job's runs, newest first, or None if there is none.
-
-        If a round number is repeated, the newest run's counts.
-        """
+        """Return a job's output, newest run first: if a round number is repeated, that counts."""
         found = (_read_index(self.folder(rdzv_id, run), run) for run in reversed(runs))
         rounds = [round_ for index in found for round_ in index]
         return Written.before(rounds[-KEPT_ROUNDS:]) if rounds else None
 
     def sweep(self, keep_s: float, keep_bytes: int, now_s: float) -> list[Path]:
-        """Remove folders older than `keep_s`, then the oldest until at most `keep_bytes` remain.
-
-        Folders in use are kept, but their size counts. Returns the removed folders.
-        """
+        """Remove what is older than `keep_s`, then the oldest over `keep_bytes`; return that."""
         # Complete the removals that a previous agent left unfinished.
         for path in _folders_of(self._base, removed=True):
             _remove_tree(path)

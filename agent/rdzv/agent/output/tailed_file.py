@@ -14,10 +14,7 @@ Write = Callable[[bytes | bytearray], None]
 
 
 class TailedFile:
-    """A file, and the position up to which its lines have been copied.
-
-    The file is not held open between reads, so any number of ended rounds may be waiting.
-    """
+    """A file, closed between reads, and the position up to which its lines have been copied."""
 
     def __init__(
         self,
@@ -38,8 +35,7 @@ class TailedFile:
     def copy_some(self, write: Write, *, final: bool) -> bool:
         """Copy the lines that the next chunk completes; return False at the file's end.
 
-        At the end, a `final` call also copies a last line without a line ending. A missing file
-        counts as ended; a truncated one is copied from its start.
+        There, a `final` call copies a last line without an ending. A truncated file is copied anew.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)

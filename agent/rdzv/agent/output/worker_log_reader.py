@@ -227,10 +227,7 @@ class _Look:
         return LogPiece(self._asked.request, round_.number, error=error, positions=positions)
 
     def _files(self, round_: WrittenRound) -> tuple[list[_File], list[str]]:
-        """Return a round's wanted files, and the reasons why others are missing.
-
-        Those whose positions are known come first, in the order of these, so that all take turns.
-        """
+        """Return what is wanted, in the order of known positions, and why others are missing."""
         asked = self._asked
         places = {
             (at.local_rank, at.stderr): at for at in asked.positions if at.round == round_.number
@@ -354,10 +351,7 @@ def _opened(path: Path, identity: Identity | None) -> Iterator[int]:
 def tail(
     path: Path, size: int, tail_bytes: int, tail_lines: int, identity: Identity | None = None
 ) -> int:
-    """Return the offset of the last `tail_lines` lines or `tail_bytes` bytes, whichever is less.
-
-    0 means no limit. At most `TAIL_BYTES` are searched for lines.
-    """
+    """Return where the last lines or bytes begin, whichever is less. 0 means no limit."""
     start = max(size - tail_bytes, 0) if tail_bytes else 0
     if not tail_lines:
         return start

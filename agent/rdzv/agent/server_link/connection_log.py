@@ -34,11 +34,10 @@ class ConnectionLog:
         refused: bool = False,
         most_ms: int | None = None,
     ) -> None:
-        """Log that there is no stream, as a warning if the immediate retry has failed `again`, too.
+        """Warn that there is no stream, if the immediate retry has failed `again`, too.
 
         Each cause is logged once; those that differ only in numbers count as the same. `refused`: a
-        server has answered, and refused this node for now. `most_ms`: how long the agent goes on
-        trying.
+        server has answered. `most_ms`: how long the agent goes on trying.
         """
         self._refused = refused
         cause = _FIGURES.sub("", reason)

@@ -99,10 +99,7 @@ class Outbox:
     async def _outgoing(
         self, waiting: asyncio.Queue[pb.NodeMessage | None], connected: asyncio.Event
     ) -> AsyncIterator[pb.NodeMessage]:
-        """Yield the messages, and a heartbeat after each interval without a message.
-
-        If workers are fenced, every interval has a heartbeat, because only heartbeats are answered.
-        """
+        """With fenced workers, every interval has a heartbeat: only heartbeats are answered."""
         await connected.wait()
         if self._waiting is not waiting:
             return  # There was never a connection; gRPC does not cancel this generator by itself.

@@ -66,10 +66,7 @@ def _undo(hook: str) -> None:
 
 
 class _Finder:
-    """An import hook that wraps `init_process_group` after its module has been executed.
-
-    Modules are still found by the other finders.
-    """
+    """Wraps `init_process_group` after its module has run, which the other finders find."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -321,10 +318,7 @@ def _functions(traceback: Any) -> dict[str, bool]:
 
 
 def _in_collective(functions: dict[str, bool]) -> bool:
-    """Return whether the exception was raised inside a function of torch that runs a collective.
-
-    Outside, it may be from `Work.wait`, which does not say whether its operation is recorded.
-    """
+    """Outside of one, it may be from `Work.wait`, whose operation may not be recorded."""
     name = next(reversed(functions), "")
     return functions.get(name, False) and name not in NO_COLLECTIVES
 
@@ -355,10 +349,7 @@ def _write_error_file(text: str, stack: str) -> None:
 
 
 def _leave_record(error: str, *, failed: bool) -> None:
-    """Write a line that describes the error, and the record below it.
-
-    `failed` says that the latest collective has failed. Torch may record that as its end.
-    """
+    """`failed`: the latest collective has. Torch may record that as its end."""
     import json
     import time
 
