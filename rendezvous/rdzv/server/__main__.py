@@ -160,14 +160,14 @@ def main(
     from rdzv.runtime.log_format import complain, log_to_stderr
     from rdzv.settings.rendering import render
 
-    _refuse_together(
-        {
-            "--check": check,
-            "--check-config": check_config,
-            "--print-config": print_config,
-            "--restore": restore is not None,
-        }
-    )
+    wanted = {
+        "--check": check,
+        "--check-config": check_config,
+        "--print-config": print_config,
+        "--restore": restore is not None,
+    }
+    if len(named := [name for name, is_wanted in wanted.items() if is_wanted]) > 1:
+        raise click.UsageError(f"{' and '.join(named)} do not go together; give one of them")
     try:
         configuration = Configuration(file, _given(given))
     except InvalidRequestError as error:
@@ -204,12 +204,6 @@ def reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
     if any(given.get(f"etcd_{name}") or etcd.get(name) for name in ("ca", "cert")):
         return True
     return "https://" in f"{given.get('etcd_endpoints')} {etcd.get('endpoints')}"
-
-
-def _refuse_together(asked: dict[str, bool]) -> None:
-    wanted = [name for name, is_wanted in asked.items() if is_wanted]
-    if len(wanted) > 1:
-        raise click.UsageError(f"{' and '.join(wanted)} do not go together; give one of them")
 
 
 def _given(options: dict[str, Any]) -> dict[str, object]:

@@ -380,7 +380,7 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
         hang(s, n1)
         await s.join(other := await s.connect("n3"), (2, 2))
         hang(s, other, 0)
-        with pytest.raises(InvalidRequestError, match=r"RANK 0 hangs: n2 has RANK 2\.\.3"):
+        with pytest.raises(InvalidRequestError, match=r"hang of RANK 0: n2 has RANK 2\.\.3"):
             hang(s, n2, 0)
         assert s.driver.diagnosis.hangs.episodes == 0
 

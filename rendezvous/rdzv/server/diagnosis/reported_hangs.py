@@ -19,10 +19,10 @@ from rdzv.core.events import HangOver, StacksTaken, WorkersHang
 from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
 from rdzv.core.evidence.stacks import Report
 from rdzv.core.model import Failure, State
-from rdzv.core.rounds.ranks import participant_of
-from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousError
+from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.messages import Hung
 from rdzv.runtime.clock import Timer, sleep_ms
+from rdzv.server.diagnosis.round_reports import check_own
 from rdzv.server.engine.store_access import STORE_RETRY_MS
 
 if TYPE_CHECKING:
@@ -64,15 +64,17 @@ class ReportedHangs:
         self._episodes: dict[str, _Episode] = {}
 
     def take_report(self, state: State, node_id: str, said: Hung) -> None:
-        participant = participant_of(state.membership.live_round, node_id)
-        assert participant is not None
-        _check_own(participant.ranks, node_id, said)
+        ranks = (worker.rank for worker in said.workers)
+        check_own(state.membership.live_round, node_id, ranks, "a hang")
         episode = self._episodes.get(said.rdzv_id)
         if episode is None or (episode.run, episode.round) != (said.run, said.round):
             if not said.workers:
                 return
             episode = _Episode(said.rdzv_id, said.run, said.round)
-            self._begin(episode, state)
+            if (former := self._episodes.get(said.rdzv_id)) is not None:
+                self._end(former)
+            self._episodes[said.rdzv_id] = episode
+            self._driver.tasks.start(self._look_into(episode))
         self._note_node(episode, node_id, said, len(state.seats))
 
     def note_state(self, state: State) -> None:
@@ -96,12 +98,6 @@ class ReportedHangs:
             self._end(episode)
 
     # ---------------------------------------------------------------- one episode
-
-    def _begin(self, episode: _Episode, state: State) -> None:
-        if (former := self._episodes.get(episode.rdzv_id)) is not None:
-            self._end(former)
-        self._episodes[episode.rdzv_id] = episode
-        self._driver.tasks.start(self._look_into(episode))
 
     def _end(self, episode: _Episode) -> None:
         episode.all_told.set()
@@ -164,7 +160,9 @@ class ReportedHangs:
         except RendezvousError as error:
             log.warning("could not capture stacks of %s: %s", episode.rdzv_id, error)
             return None, str(error)
-        self._driver.note(episode.rdzv_id, (_taken(report),))
+        found = (report.cause.kind, report.cause.ranks) if report.cause is not None else ()
+        taken = StacksTaken(report.round, report.summary, *found)
+        self._driver.note(episode.rdzv_id, (taken,))
         try:
             await self._driver.diagnosis.stack_archive.keep(report)
         except RendezvousError as error:
@@ -193,22 +191,6 @@ class ReportedHangs:
                 await sleep_ms(self._driver.clock, STORE_RETRY_MS)
                 continue
             return
-
-
-def _taken(report: Report) -> StacksTaken:
-    cause = report.cause
-    if cause is None:
-        return StacksTaken(report.round, report.summary)
-    return StacksTaken(report.round, report.summary, cause.kind, cause.ranks)
-
-
-def _check_own(ranks: range, node_id: str, said: Hung) -> None:
-    for worker in said.workers:
-        if worker.rank not in ranks:
-            raise InvalidRequestError(
-                f"RANK {worker.rank} hangs: {node_id} has RANK {ranks[0]}..{ranks[-1]} in round "
-                f"{said.round}; name those"
-            )
 
 
 def _failure(state: State, episode: _Episode, report: Report | None, why: str, now_ms: int) -> Fail:

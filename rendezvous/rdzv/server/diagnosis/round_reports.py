@@ -125,7 +125,7 @@ class LiveRound:
     compared_ms: int
     """When collectives were last compared; initially, when the round was first heard of."""
     nodes: dict[int, str] = field(default_factory=dict)
-    """The node_id for each RANK; hundreds of reports a second are checked against it."""
+    """The node_id for each RANK."""
     progress: dict[str, tuple[int, messages.Progress]] = field(default_factory=dict)
     """Each node's latest report and the time when it was received, by node_id."""
     step: int = -1
@@ -182,7 +182,7 @@ class RoundReports:
             known.nodes = {rank: p.node_id for p in round_.participants for rank in p.ranks}
         match said:
             case messages.Progress():
-                _check_own(known, node_id, (one.rank for one in said.ranks), "progress")
+                check_own(round_, node_id, (one.rank for one in said.ranks), "progress")
                 known.progress[node_id] = now_ms, said
                 self._note_steps(known, node_id, said, membership.spent.furthest_step, now_ms)
                 self._compare_rates(known, state, now_ms)
@@ -328,13 +328,9 @@ class RoundReports:
 
         Return whether the stragglers have changed.
         """
-        told = {
-            rank
-            for group in said.groups
-            for entered in group.entered_us.values()
-            for rank in entered
-        }
-        _check_own(known, node_id, told, "arrivals")
+        entered = (ranks for group in said.groups for ranks in group.entered_us.values())
+        told = {rank for ranks in entered for rank in ranks}
+        check_own(known.round, node_id, told, "arrivals")
         known.board.note(node_id, said)
         changed = False
         due = now_ms - known.compared_ms >= self._look_every_ms(LOOKS)
@@ -367,14 +363,17 @@ class RoundReports:
         return True
 
 
-def _check_own(known: LiveRound, node_id: str, ranks: Iterable[int], what: str) -> None:
-    rank = next((rank for rank in ranks if known.nodes.get(rank) != node_id), None)
-    if rank is not None:
-        own = [rank for rank, name in known.nodes.items() if name == node_id]
-        raise InvalidRequestError(
-            f"{what} of RANK {rank}: {node_id} has RANK {own[0]}..{own[-1]} in round "
-            f"{known.round.number}; name those"
-        )
+def check_own(round_: Round | None, node_id: str, ranks: Iterable[int], what: str) -> None:
+    """Refuse a report about workers that a participant does not have."""
+    participant = participant_of(round_, node_id)
+    assert round_ is not None and participant is not None
+    own = participant.ranks
+    for rank in ranks:
+        if rank not in own:
+            raise InvalidRequestError(
+                f"{what} of RANK {rank}: {node_id} has RANK {own[0]}..{own[-1]} in round "
+                f"{round_.number}; name those"
+            )
 
 
 def _entered_ago_ms(said: messages.Arrivals, now_ms: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import msgspec
 
@@ -48,7 +49,9 @@ class StackArchive:
 
     def __init__(self, store: StoreAccess) -> None:
         self._store = store
-        self._documents = {name: _document(store, name) for name in PLACES}
+        self._documents = {
+            name: KeyValueRecord(store, name, partial(_read, name)) for name in PLACES
+        }
         self._lock = asyncio.Lock()
 
     async def keep(self, report: Report) -> None:
@@ -86,8 +89,8 @@ class StackArchive:
         await document.swap(_described(place.name, report), _encoded(report))
 
 
-def _document(store: StoreAccess, name: str) -> KeyValueRecord[_Place]:
-    return KeyValueRecord(store, name, lambda data: _described(name, _decoded(name, data)))
+def _read(name: str, data: bytes) -> _Place:
+    return _described(name, _decoded(name, data))
 
 
 def _described(name: str, report: Report | None) -> _Place:

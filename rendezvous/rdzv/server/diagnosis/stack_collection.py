@@ -180,7 +180,7 @@ class StackRelay:
             return
         for stack in said.workers:
             if stack.rank in node.ranks:
-                taking.add(_of_node(stack, node_id), STACK_GROUPS)
+                taking.add(replace(stack, node_id=node_id), STACK_GROUPS)
         if said.last:
             taking.end(node_id, said.error)
 
@@ -192,10 +192,6 @@ class StackRelay:
         self._closed = True
         for taking in self._takings.values():
             taking.done.set()
-
-
-def _of_node(stack: WorkerStack, node_id: str) -> WorkerStack:
-    return replace(stack, node_id=node_id)
 
 
 def _report(

@@ -21,12 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rdzv.errors import (
-    InvalidRequestError,
-    NotLeaderError,
-    RendezvousConnectionError,
-    RendezvousError,
-)
+from rdzv import errors
 from rdzv.runtime.clock import Clock, sleep_ms
 from rdzv.runtime.tasks import beside
 from rdzv.server.driver import Driver
@@ -134,13 +129,13 @@ class Replica:
         driver = self.proven_driver()
         return driver.fleet.scrape_targets() if driver is not None else {}
 
-    def _not_leader(self) -> NotLeaderError:
+    def _not_leader(self) -> errors.NotLeaderError:
         leader = self.election.leader if self.election else None
         if self._probe is not None and leader == self._probe.suspect:
             leader = None
         if leader is None or leader.address == self._address:
-            return NotLeaderError("this rdzvd stands by and no other leads yet; try again")
-        return NotLeaderError(
+            return errors.NotLeaderError("this rdzvd stands by and no other leads yet; try again")
+        return errors.NotLeaderError(
             f"this rdzvd stands by; the one at {leader.address} leads", leader.address
         )
 
@@ -199,7 +194,7 @@ class Replica:
         self._tell(True)
         self._note_change()
 
-    def stand_by(self, error: RendezvousError) -> None:
+    def stand_by(self, error: errors.RendezvousError) -> None:
         driver, self._driver = self._driver, None
         if driver is not None:
             self._since_ms = self._clock.now_ms()
@@ -230,7 +225,9 @@ class Replica:
                     await self._serve_a_term(client, election, config, metrics)
         finally:
             self.stand_by(
-                RendezvousConnectionError("this server is stopping; workers run on, connect again")
+                errors.RendezvousConnectionError(
+                    "this server is stopping; workers run on, connect again"
+                )
             )
 
     async def _follow(self, election: Election) -> None:
@@ -246,7 +243,7 @@ class Replica:
         while True:
             try:
                 found = await election.replicas()
-            except RendezvousConnectionError as error:
+            except errors.RendezvousConnectionError as error:
                 log.debug("cannot read the list of servers: %s", error)
             else:
                 first = sorted(found, key=lambda one: (one.started_unix_ms, one.address))
@@ -284,7 +281,7 @@ class Replica:
                 reason = await election.lost()
                 log.warning("this server is no longer the leader: %s", reason)
                 self.stand_by(self._not_leader())
-        except RendezvousError as error:
+        except errors.RendezvousError as error:
             log.error("this server could not become the leader: %s", error)
             await election.resign()
             await sleep_ms(self._clock, STORE_RETRY_MS)
@@ -322,7 +319,7 @@ class LeaderProbe:
     async def _watch(self, leader: Leader) -> None:
         try:
             endpoint = parse_endpoint(leader.address)
-        except InvalidRequestError:
+        except errors.InvalidRequestError:
             return
         reached = False
         while True:
@@ -348,7 +345,7 @@ class LeaderProbe:
         while (now := self._election.leader) and now.since_unix_ms == leader.since_unix_ms:
             try:
                 done = await self._election.depose(now)
-            except RendezvousConnectionError as error:
+            except errors.RendezvousConnectionError as error:
                 log.info("cannot depose the leader at %s yet: %s", now.address, error)
                 await asyncio.sleep(RETRY_S)
                 continue

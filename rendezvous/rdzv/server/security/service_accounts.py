@@ -358,7 +358,7 @@ def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
         case jwt.ImmatureSignatureError():
             begins = claims.get("nbf", claims.get("iat"))
             return (
-                f"the token is valid from {_time(begins)} on, and here it is {_time(_now())}; "
+                f"the token is valid from {_time(begins)} on, and here it is {_time(time.time())}; "
                 "compare the clocks of the two machines"
             )
         case jwt.InvalidAudienceError():
@@ -373,10 +373,6 @@ def _in_words(error: Exception, claims: Mapping[str, Any], oidc: Oidc) -> str:
             return f"the token has no {short(error.claim)!r}, which it needs"
         case _:
             return "the token was not signed with its issuer's key, or its claims are damaged"
-
-
-def _now() -> float:
-    return datetime.now(UTC).timestamp()
 
 
 def _time(stamp: object) -> str:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from rdzv import bounds, errors
+from rdzv import bounds, errors, messages
 from rdzv.core.commands import Command, Join, MarkHeard, MarkLost, Resume, Tick, Withdraw
 from rdzv.core.fleet import nodes
 from rdzv.core.life.joining import joined_replaced_run
@@ -24,23 +24,6 @@ from rdzv.core.life.leaving import unheard
 from rdzv.core.life.runs import ended_run
 from rdzv.core.life.submitted_jobs import awaited
 from rdzv.core.model import State, is_placeholder
-from rdzv.messages import (
-    Arrivals,
-    Belief,
-    Closed,
-    Draining,
-    Health,
-    Holding,
-    Hung,
-    LogPiece,
-    Progress,
-    Refused,
-    Report,
-    SnapshotsHeld,
-    Stacks,
-    Waiting,
-    WorkersStarted,
-)
 from rdzv.runtime.clock import sleep_ms
 from rdzv.server.engine.jobs import Job
 from rdzv.server.engine.store_access import STORE_RETRY_MS
@@ -66,7 +49,7 @@ class NodeCommands:
             self._check_room_for(stream.node_id, rdzv_id, command)
             await self.insist(stream, rdzv_id, command)
         except errors.RendezvousError as error:
-            belief = Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
+            belief = messages.Belief(rdzv_id, getattr(command, "run", ""), None, has_workers=False)
             await self.refuse(stream, belief, error)
 
     def _check_room_for(self, node_id: str, rdzv_id: str, command: Command) -> None:
@@ -112,7 +95,7 @@ class NodeCommands:
             except errors.RendezvousConnectionError as error:
                 reason = f"the server cannot store this node's report, and retries: {error}"
             if reason != said:
-                stream.send(Waiting(rdzv_id, reason))
+                stream.send(messages.Waiting(rdzv_id, reason))
                 said = reason
             await sleep_ms(self._driver.clock, STORE_RETRY_MS)
 
@@ -124,7 +107,9 @@ class NodeCommands:
                 "job %s: could not record the state of %s: %s", rdzv_id, stream.node_id, error
             )
 
-    async def refuse(self, stream: Stream, belief: Belief, error: errors.RendezvousError) -> None:
+    async def refuse(
+        self, stream: Stream, belief: messages.Belief, error: errors.RendezvousError
+    ) -> None:
         """Send a node a refusal or, if its run is over, the way the run ended.
 
         A refusal caused by an error in this server makes a node reconnect. If the node has other
@@ -136,12 +121,12 @@ class NodeCommands:
             log.error("job %s: lost a report from %s: %s", belief.rdzv_id, stream.node_id, own)
             if self._driver.node_jobs.jobs_of(stream.node_id) - {belief.rdzv_id}:
                 reason = f"the server can decide nothing about this job: {own}"
-                stream.send(Waiting(belief.rdzv_id, reason))
+                stream.send(messages.Waiting(belief.rdzv_id, reason))
             else:
-                stream.send(Refused(belief.rdzv_id, own.code, str(own)))
+                stream.send(messages.Refused(belief.rdzv_id, own.code, str(own)))
 
     async def _refuse_as_it_is(
-        self, stream: Stream, belief: Belief, error: errors.RendezvousError
+        self, stream: Stream, belief: messages.Belief, error: errors.RendezvousError
     ) -> None:
         if isinstance(error, errors.InvariantError | errors.RendezvousStateError):
             raise error
@@ -151,14 +136,14 @@ class NodeCommands:
         if isinstance(error, errors.RendezvousClosedError) and belief.run:
             state = await self.latest(stream, belief.rdzv_id)
             if ended := ended_run(state, belief.run):
-                stream.send(Closed(belief.rdzv_id, belief.run, ended))
+                stream.send(messages.Closed(belief.rdzv_id, belief.run, ended))
                 return
             # The run has been adopted since the refusal, or its end was not stored.
             text = (
                 f"run {belief.run} is not over after all; send Hello again with the node's beliefs"
             )
             error = errors.UnknownNodeError(text)
-        stream.send(Refused(belief.rdzv_id, error.code, str(error)))
+        stream.send(messages.Refused(belief.rdzv_id, error.code, str(error)))
 
 
 class Recovery:
@@ -203,16 +188,16 @@ class Recovery:
             # Waiting nodes and takeovers of seats are not stored, so the node must report again.
             stream.greeted = False
             text = "the server has loaded this job again; send Hello again with the node's beliefs"
-            stream.send(Refused(membership.rdzv_id, errors.UnknownNodeError.code, text))
+            stream.send(messages.Refused(membership.rdzv_id, errors.UnknownNodeError.code, text))
             return
-        belief = Belief(membership.rdzv_id, membership.run, None, has_workers=False)
+        belief = messages.Belief(membership.rdzv_id, membership.run, None, has_workers=False)
         for message in announcements.missed(state, stream.node_id, belief, now_ms):
             stream.send(message)
 
     # ---------------------------------------------------------------- hello of a node
 
     async def greet(
-        self, stream: Stream, beliefs: Iterable[Belief], unread: Collection[str] = ()
+        self, stream: Stream, beliefs: Iterable[messages.Belief], unread: Collection[str] = ()
     ) -> None:
         """Handle a node's beliefs about its jobs, and send the node the messages it has missed.
 
@@ -229,7 +214,7 @@ class Recovery:
         stream.greeted = True
         self._driver.node_jobs.mark_soon(stream.node_id)
 
-    async def _hear_belief(self, stream: Stream, belief: Belief) -> Belief:
+    async def _hear_belief(self, stream: Stream, belief: messages.Belief) -> messages.Belief:
         """Handle a node's belief about one job.
 
         Returns the belief; if its commands included a join, it names the run that the node joined.
@@ -267,7 +252,7 @@ class Recovery:
                 stream.send(message)
         return belief
 
-    def _is_of_another_run(self, belief: Belief) -> bool:
+    def _is_of_another_run(self, belief: messages.Belief) -> bool:
         """Return whether a belief is about a run other than the job's current one.
 
         This happens if a restored store brings back a run that the node left long ago.
@@ -321,37 +306,48 @@ class Reports:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def take(self, stream: Stream, said: Report) -> None:
+    def take(self, stream: Stream, said: messages.Report) -> None:
         """Handle a report, unless it is about another round than the job's live one."""
         if not self._driver.streams.is_current(stream):
             return
         node_id, diagnosis = stream.node_id, self._driver.diagnosis
         match said:
-            case LogPiece():
+            case messages.LogPiece():
                 diagnosis.logs.take(node_id, said)
-            case Stacks():
+            case messages.Stacks():
                 diagnosis.stacks.take_in(node_id, said)
-            case Health():
+            case messages.Health():
                 self._driver.fleet.note_health(node_id, said.failing)
-            case Draining():
+            case messages.Draining():
                 self._driver.fleet.note_draining(node_id, said)
                 for rdzv_id in self._driver.node_jobs.jobs_of(node_id):
                     self._driver.watchers.job_changed(rdzv_id)
-            case Hung():
+            case messages.Hung():
                 if (state := self._state_for(stream, said)) is not None:
                     diagnosis.hangs.take_report(state, node_id, said)
-            case Progress() | WorkersStarted() | SnapshotsHeld() | Arrivals():
+            case (
+                messages.Progress()
+                | messages.WorkersStarted()
+                | messages.SnapshotsHeld()
+                | messages.Arrivals()
+            ):
                 state = self._state_for(stream, said)
                 if state is None:
                     return
-                if isinstance(said, SnapshotsHeld):
+                if isinstance(said, messages.SnapshotsHeld):
                     diagnosis.snapshots.note(state, node_id, said, self._driver.clock.now_ms())
                 elif not diagnosis.rounds.note(state, node_id, said):
                     return
                 self._driver.watchers.job_progressed(said.rdzv_id)
 
     def _state_for(
-        self, stream: Stream, said: Progress | WorkersStarted | SnapshotsHeld | Arrivals | Hung
+        self,
+        stream: Stream,
+        said: messages.Progress
+        | messages.WorkersStarted
+        | messages.SnapshotsHeld
+        | messages.Arrivals
+        | messages.Hung,
     ) -> State | None:
         """Return the state of the job that a report is about.
 
@@ -362,12 +358,12 @@ class Reports:
         round_ = state.membership.live_round if state is not None else None
         if state is None or round_ is None or said.run != state.membership.run:
             return None
-        if not isinstance(said, SnapshotsHeld) and said.round != round_.number:
+        if not isinstance(said, messages.SnapshotsHeld) and said.round != round_.number:
             return None
         seat = state.seats.get(stream.node_id)
         return state if seat is not None and seat.incarnation == stream.incarnation else None
 
-    async def note_holdings(self, stream: Stream, holdings: tuple[Holding, ...]) -> None:
+    async def note_holdings(self, stream: Stream, holdings: tuple[messages.Holding, ...]) -> None:
         """Record which submitted jobs may still have processes on a node.
 
         Await each call before the next, so that reports are recorded in order. A job that the node
@@ -396,7 +392,7 @@ class Reports:
             await self._driver.commands.insist_or_log(stream, rdzv_id, withdrawn)
 
 
-def log_unknown(stream: Stream, belief: Belief) -> None:
+def log_unknown(stream: Stream, belief: messages.Belief) -> None:
     """Log that a node runs a job unknown to this server; the node is not told to stop."""
     log.warning(
         "%s is running round %s of job %s, run %s, which is unknown here; leaving it alone",

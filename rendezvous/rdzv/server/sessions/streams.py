@@ -11,15 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from rdzv import messages
+from rdzv import errors, messages
 from rdzv.core.commands import Join
 from rdzv.core.model import UNKNOWN_INSTANCE, Assignment, Instance, State
-from rdzv.errors import (
-    LimitExceededError,
-    RendezvousConnectionError,
-    RendezvousError,
-    UnauthenticatedError,
-)
 from rdzv.server.engine.jobs import Step
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions import announcements
@@ -114,7 +108,7 @@ class Stream:
         """Whether the node can read several messages packed into one."""
         self.outbox = StreamOutbox(limit, lingers=takes_several)
         self.last_announced: dict[str, messages.Announcement] = {}
-        self._ended: asyncio.Future[RendezvousError | None] = (
+        self._ended: asyncio.Future[errors.RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
         )
 
@@ -134,7 +128,7 @@ class Stream:
             self._on_send()
         else:
             self.close(
-                LimitExceededError(
+                errors.LimitExceededError(
                     f"{self.node_id} reads its stream too slowly: {self.outbox.limit} messages "
                     "wait; the stream is closed, and a new one begins with the present state"
                 )
@@ -153,7 +147,7 @@ class Stream:
     def forget(self, rdzv_id: str) -> None:
         self.last_announced.pop(rdzv_id, None)
 
-    def close(self, error: RendezvousError | None = None) -> None:
+    def close(self, error: errors.RendezvousError | None = None) -> None:
         if self.open:
             self._ended.set_result(error)
             self.outbox.close()
@@ -168,7 +162,7 @@ class Stream:
         finally:
             inside = False
 
-    async def ended(self) -> RendezvousError | None:
+    async def ended(self) -> errors.RendezvousError | None:
         return await asyncio.shield(self._ended)
 
 
@@ -248,14 +242,18 @@ class Streams:
     def close(self, node_id: str, number: int | None, why: str) -> None:
         stream = self._open.get(node_id)
         if stream is not None and stream.number == number:
-            stream.close(RendezvousConnectionError(f"this stream of {node_id} is closed: {why}"))
+            stream.close(
+                errors.RendezvousConnectionError(f"this stream of {node_id} is closed: {why}")
+            )
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
         for stream in self._open.values():
             if stream.caller.token in tokens:
-                stream.close(UnauthenticatedError("the token that opened this stream was revoked"))
+                stream.close(
+                    errors.UnauthenticatedError("the token that opened this stream was revoked")
+                )
 
-    def close_all(self, error: RendezvousError) -> None:
+    def close_all(self, error: errors.RendezvousError) -> None:
         self.closed = True
         for stream in self._open.values():
             stream.close(error)
