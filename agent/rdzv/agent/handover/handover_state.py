@@ -33,14 +33,11 @@ class KeptPlacement:
 
     node_id: str
     instance: str
-    """The node's instance, as known to the server."""
     rdzv_id: str
     run: str
     spec: JobSpec
     gpus: int
-    """The number of GPUs that the job requested."""
     granted: tuple[str, ...]
-    """The UUIDs of the GPUs that the job holds."""
     environ: dict[str, str]
     """The node's environment for all jobs, as it was when this job began."""
     account: Account | None = None
@@ -64,7 +61,6 @@ class KeptState:
     joined: bool = False
     stop: KeptStop | None = None
     outputs: tuple[WorkerOutput, ...] = ()
-    """The outputs of the last round, by LOCAL_RANK."""
     progress_folder: Path | None = None
 
 
@@ -73,7 +69,6 @@ class HandoverPlan:
     """The information a driver needs to let its job outlive the agent."""
 
     socket: Path
-    """The socket on which the runner listens."""
     placement: KeptPlacement
 
 

@@ -91,24 +91,17 @@ class Launch:
     script: str
     args: tuple[str, ...] = ()
     module: bool = False
-    """Whether `script` is a module, as in `python -m`."""
     no_python: bool = False
-    """Whether `script` is a program to be executed directly."""
     run_path: bool = False
-    """Whether `script` is run by `runpy.run_path`."""
     python: str = sys.executable
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The base for the workers' environment."""
     account: Account | None = None
-    """The account for the job's processes and files, or None for this process's own."""
     chdir: Path | None = None
-    """The workers' working directory, or None for the agent's."""
     progress_dir: Path | None = None
     """The parent folder of the workers' progress files, or None for the temporary folder."""
     snapshot: Path | None = None
     """A file or folder that shows, by changing, that a round has made progress."""
     snapshot_files: SnapshotFiles | None = None
-    """How snapshots are written to disk, or None if they are not."""
     snapshot_memory: int | None = None
     """The maximum memory for snapshots on this node, in bytes; None means half of what is free at
     the first save.
@@ -122,14 +115,12 @@ class Launch:
     topology: str = ""
     local_addr: str = ""
     master: Endpoint | None = None
-    """Where workers reach each round's store, or None for the store's own address."""
     refuse_reuse: bool = False
     secret: str = field(default="", repr=False)
     """The job secret, which every participant presents; empty if there is none. Only rdzvrun
     supports it: for a submitted job, the agent would have to read a file named by another user.
     """
     virtual_local_rank: bool = False
-    """Whether every worker has LOCAL_RANK 0 and sees a single GPU."""
     numa_binding: NumaBinding | None = None
     warm: tuple[str, ...] = ()
     """The modules that a zygote preloads before the first round; empty if it does not."""
@@ -138,11 +129,9 @@ class Launch:
     collective_trace: bool = True
     """Whether the agent reads torch's record of the workers' collectives."""
     hang_timeout: HangTimeout | None = None
-    """How long workers may go without reporting progress, or None if there is no limit."""
     signals: tuple[signal.Signals, ...] = DEFAULT_SIGNALS
     """The signals that make this node leave the job."""
     root_cause_exit: bool = False
-    """Whether rdzvrun's exit code after a failure is that of the root cause."""
     output: Output = field(default_factory=Output)
     event_log: EventSink = EventSink()
 

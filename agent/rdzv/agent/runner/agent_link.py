@@ -56,9 +56,7 @@ class AgentLink:
         self._loop = runner.loop
         self._channel: Channel | None = None
         self.in_charge = False
-        """Whether the connected agent gives orders and receives events."""
         self.hears_of_snapshots = False
-        """Whether this agent has asked for snapshot reports."""
         self._events = 0
         # Only a limited number of events can occur without an agent, so this queue is bounded.
         self._unconfirmed: deque[tuple[float, dict[str, object]]] = deque()
@@ -67,7 +65,6 @@ class AgentLink:
         self._listener: socket.socket | None = None
         self._orphan_timeout_s = self._grace_s = 0.0
         self.gave_up = False
-        """Whether no agent came in time, in which case everything ends with the round."""
         self._kept: dict[str, str] = {}
 
     @property

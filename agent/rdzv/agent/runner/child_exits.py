@@ -62,7 +62,6 @@ class Child:
         """Called with the child's exit code, which is negative if a signal killed the child."""
         self.on_run = on_run
         self.spared = spared
-        """Whether the child survives the end of a round."""
         self.pidfd: int | None = None
         """A pidfd for the child, or None if only SIGCHLD announces its exit."""
         self._exit_code: int | None = None
@@ -114,9 +113,7 @@ class Children:
         self._own = OwnChildren()
         self._children: dict[int, Child] = {}
         self._launching: dict[Child, int] = {}
-        """The children that are not running their programs yet, and where they report."""
         self._sigchld: socket.socket | None = None
-        """Becomes readable when a child has exited."""
         self._cleaners: dict[int, bool] = {}
         """Inherited processes that run `SHM_MANAGER`, by pid, and whether they have time for it."""
 

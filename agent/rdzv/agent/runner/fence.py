@@ -46,9 +46,7 @@ class Fence:
         self._alarm = Alarm()
         self._guard: Child | None = None
         self._guard_fd: int | None = None
-        """The end of the pipe to the guard, or None if there is none."""
         self._guarded_ms: int | None = None
-        """The time that the guard was told last."""
 
     def watch(self) -> None:
         self._runner.loop.watch(self._alarm.fileno(), self.check)

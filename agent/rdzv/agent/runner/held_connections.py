@@ -40,7 +40,6 @@ class HeldConnections:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._holder: tuple[Child, Link] | None = None
-        """The process that holds the queues, and the link to it; None if there is none."""
         self._queues = 0
 
     def add(self) -> tuple[int, socket.socket]:

@@ -85,7 +85,6 @@ class Killing:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._since: float | None = None
-        """When the current kill began; None if there is none."""
         self._reported = False
         self._helpers = HelpersTime({}, ())
 

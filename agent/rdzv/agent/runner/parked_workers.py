@@ -39,7 +39,6 @@ class ParkedWorkers:
         self._runner = runner
         self._workers: dict[int, Worker] = {}
         self._says_gone = False
-        """Whether the agent must be notified once all parked workers are gone."""
         self._look_at: float | None = None
 
     def __bool__(self) -> bool:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     Endpoint = tuple[str, int]
-    """A host name or address, and a port."""
 
 SWEEP_INTERVAL_S = 0.25
 """How often a kill is repeated until no process remains. Exits are detected at once."""
@@ -246,7 +245,6 @@ def _wait_for_exit(pid: int, timeout_s: float) -> None:
 _IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 _LIVE = ("01", "02")
-"""The states of connections that are established or being established."""
 
 
 def live_connection(pid: int, endpoints: Collection[Endpoint]) -> Endpoint | None:

@@ -57,11 +57,8 @@ class KeepSpec:
     """Which of the parked workers take part in a round, and how. The others are ended first."""
 
     kept: tuple[int, ...]
-    """The local_ranks of the workers that take part."""
     source: int | None
-    """The RANK of the worker from which the others take their state."""
     step: int | None
-    """The last step that the source has sealed."""
     charged: tuple[int, ...] = ()
     """The local_ranks of the workers that must raise the exception they reported."""
     grace_s: float = 0.0

@@ -86,7 +86,6 @@ class Runner:
             "ping": lambda _request: self.agent.send({"type": "pong"}),
             "shutdown": self._shut_down,
         }
-        """The handler for each request, by request type."""
 
     def run(self) -> None:
         self.children.listen()

@@ -45,7 +45,6 @@ class _Copies:
     fds: dict[Snapshot, int] = field(default_factory=dict)
     """The memory for each copy, in the order in which they are fetched."""
     arrived: set[int] = field(default_factory=set)
-    """The numbers of those that are complete."""
 
 
 class SnapshotCopies:
@@ -58,9 +57,7 @@ class SnapshotCopies:
         self._coming: _Copies | None = None
         """The copies for a newer mark, which are being fetched."""
         self._spare: list[int] = []
-        """Memory that holds no copy and can be reused."""
         self.carrier: Child | None = None
-        """The process that exchanges copies; None if none is running."""
         self._link: Link | None = None
         self._port: int | None = None
         self._given: Mapping[str, str] = {}

@@ -53,7 +53,6 @@ class Slots:
         self.fds: list[int] = []
         self.snapshots: list[Snapshot | None] = [None] * SLOTS
         self.is_used = False
-        """Whether a worker has reported anything in these slots."""
         try:
             for number in range(SLOTS):
                 self.fds.append(memory_file(f"rdzv snapshot {number}", size))

@@ -35,7 +35,6 @@ class SnapshotWriters:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._mark: StateMark | None = None
-        """The step that is being written, or None."""
         self._copied: socket.socket | None = None
         """The end of the pipe that the writer closes once it has copied the slots."""
 

@@ -69,12 +69,10 @@ class Fork(Link):
     ) -> None:
         super().__init__(loop, sock, partial(on_answer, self), lambda _: None)
         self.start = start
-        """The process that the fork will become; None for a spare fork."""
         self.child: Child | None = None
         self.made_ahead = start is None
         """Whether the fork was requested as a spare fork, whatever it has become since then."""
         self.has_order = False
-        """Whether the fork has received its order, and its link is being watched."""
         self.is_private = False
         """Whether the fork has an account of its own, which must not write to the agent's log."""
 
@@ -104,9 +102,7 @@ class WarmStart(ABC):
     """A process to be forked, until it is running or given up."""
 
     outlives_rounds = False
-    """Whether the process survives the end of a round."""
     replaced_after_exit = False
-    """Whether a cold start must wait until the fork is gone."""
 
     def __init__(self, owner: ColdStarter, within_s: float) -> None:
         self.owner = owner
@@ -161,7 +157,6 @@ class WarmForks:
         self._wanted: list[WarmStart] = []
         self._spares: deque[Fork] = deque()
         self._asked: dict[int, list[Fork]] = {}
-        """Requested forks that do not exist yet, by request number."""
         self._batches = 0
 
     # ------------------------------------------------------------------ requested starts

@@ -155,7 +155,6 @@ class Worker:
         self.child: Child | None = None
         self.parked: Parked | None = None
         self.stuck_in = ""
-        """Where it reports being stuck, so that it cannot park; otherwise an empty string."""
         self.kill_at: float | None = None
         """When it will be killed; None unless it was asked to park or to end."""
         self.killed = False
@@ -166,11 +165,8 @@ class Worker:
         self.helpers: HelpersTime | None = None
         """The time for the processes that it has started; None unless it was parked and exited."""
         self.hurries = False
-        """Whether those are killed as soon as it has exited."""
         self.left: set[int] = set()
-        """The pids of those that it left behind when it exited."""
         self._queue: int | None = None
-        """The number of the queue for its connections."""
         self._hello = False
         self._suspected = False
         self._resumed = False
@@ -178,7 +174,6 @@ class Worker:
         self._saved: tuple[int, int] = (0, 0)
         """The second in which the last `saved` frame arrived, and how many did in that second."""
         self.theirs: socket.socket | None = None
-        """The worker's end of the link, until it has it."""
         self._link: Link | None = None
         if of.has_links:
             ours, self.theirs = socket.socketpair()

@@ -45,22 +45,18 @@ class Round:
         self.number = number
         self.has_links = has_links
         self.pids: dict[int, int] = {}
-        """The pids of the workers that have been started, by local_rank."""
         self.workers: dict[int, Worker] = {}
-        """The workers that have not exited, by pid."""
         self.exited: dict[int, int] = {}
         """The exit codes, negative for a signal, of the workers that have exited, by pid; processes
         that they have started may remain.
         """
         self.failed = False
-        """Whether a worker of the round could not be started."""
         self.signals_sent: set[int] = set()
         self.notified_by: int | None = None
         """The signal that notified the workers that the node is about to leave, if one was sent."""
         self.kill_at: float | None = None
         """When the stop's grace period ends; None if no stop was requested."""
         self.fenced = False
-        """Whether the round has reached the fence."""
         self.keeps = False
         """Whether parked workers remain when the round ends."""
 
@@ -436,7 +432,6 @@ class WarmWorker(WarmStart):
         self.of = of
         self.spec = spec
         self._worker: Worker | None = None
-        """The worker that the last fork has been ordered to become."""
         self._ordered_at = 0.0
 
     @property

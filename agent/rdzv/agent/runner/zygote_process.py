@@ -78,7 +78,6 @@ also send reports.
 """
 
 _CREDENTIALS = struct.Struct("3i")
-"""The kernel's `struct ucred`: pid, uid, gid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +116,14 @@ class ZygoteProcess:
         self._loop = runner.loop
         self.spec: ZygoteSpec | None = None
         self._zygote: tuple[Child, Link] | None = None
-        """The zygote, until it is reaped."""
         self.is_ready = False
-        """Whether the zygote accepts fork requests."""
         self._lost = 0
         """The number of zygotes lost since the last fork."""
         self._lost_because = ""
         """Why the zygote is ending, if its exit status will not show that."""
         self._none_because = ""
         self.begun = False
-        """Whether a start was attempted."""
         self.given_up = False
-        """Whether no further zygote will be started."""
 
     @property
     def imports(self) -> bool:
@@ -277,10 +272,8 @@ class WarmRestarts:
         self._workers = 0
         self._reports_left = 0
         self._imported: set[int] = set()
-        """The pids of the processes that have imported torch in this round."""
         self._rounds = 0
         self._since = 0.0
-        """When the first round began here."""
 
     @property
     def cold_because(self) -> str:

@@ -48,10 +48,8 @@ _runner_pids: set[int] = set()
 """The pids of this process's runners that have not exited."""
 
 _spared_pids: set[int] = set()
-"""The pids of this process's other children, which are unrelated to runners."""
 
 _starting: set[object] = set()
-"""Other children that are being started, and so have no known pid yet."""
 
 
 def note_runner(pid: int) -> None:

@@ -59,9 +59,7 @@ class RunnerHello:
     any, whether or not they have exited: their pids.
     """
     store_hosts: frozenset[int]
-    """The rounds that have a store host."""
     kept: Mapping[str, str]
-    """The values that the runner keeps for its next agent, by name."""
 
 
 class StartedRunner:
@@ -124,7 +122,6 @@ class RunnerLink:
         self._on_event = on_event
         self._exited = asyncio.Event()
         self._exit: RunnerExited | None = None
-        """How the runner ended; None while it is running."""
         self._handling: asyncio.Future[None] | None = None
         """Done once the event that is being handled has been handled; later events wait."""
         self._log = RunnerLog(self._pid)

@@ -31,7 +31,6 @@ MAX_LINE_BYTES = 1 << 20
 """The maximum length of an answer. The longest holds the variables of a node's workers."""
 
 REAP_TIMEOUT_S = 5.0
-"""How long its interpreter may take to exit once its work is done."""
 
 _SCRIPT = Path(__file__).parents[1] / "job_programs" / "torch_side.py"
 
@@ -59,7 +58,6 @@ class SideProcess:
         self._owed = 1
         self._first: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answers: asyncio.Queue[Message | None] = asyncio.Queue()
-        """The answers since the first, and None at the end."""
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod

@@ -52,7 +52,6 @@ class EventLog:
         self._last: Assignment | None = None
         self._side = handler
         self.missed = 0
-        """How many events the handler did not receive."""
 
     async def open(self) -> None:
         """Start the handler. Raises `InvalidRequestError` if torch has no such handler."""

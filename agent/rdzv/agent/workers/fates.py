@@ -37,7 +37,6 @@ class StopOrder:
 
     signum: int
     at_ms: int
-    """When the worker was told, by the agent's clock."""
     may_park: bool = False
     """Whether a worker that can be kept is asked to park instead."""
 
@@ -56,11 +55,9 @@ class WorkerFate:
     started.
     """
     ended_ms: int = 0
-    """When the worker ended, by the agent's clock."""
     why_killed: str = ""
     """Why the worker was killed instead of parked; empty if it was not."""
     failed: bool = False
-    """Whether the worker failed by itself."""
     stopped: StopOrder | None = None
     """How the agent told the worker to end, if it did. Failing afterwards does not count as a
     failure.

@@ -20,7 +20,6 @@ from rdzv.errors import InvalidRequestError
 log = logging.getLogger("rdzv.agent")
 
 ASK_TIMEOUT_S = 60.0
-"""How long the job's interpreter may take to find modules."""
 
 WAIT_VARIABLE = "RDZV_WARM_WAIT"
 
@@ -28,7 +27,6 @@ _WITH = {"torch": ("torch._dynamo",)}
 """Modules to preload along with others: DDP's constructor takes a second to import this one."""
 
 _FOR_RESTARTS = ("torch",)
-"""The modules that are preloaded if the launch does not name any."""
 
 EACH_WORKERS_OWN = frozenset(
     {

@@ -75,7 +75,6 @@ class LocalWorkerGroup:
         """The zygote from which the workers are forked, once known; None if they start cold."""
         self._told_cold: dict[int, str] = {}
         self._interfaces: dict[str, str] = {}
-        """The variables that name the interface of this node's address, if they are needed."""
         self._gpus: tuple[str, ...] = ()
 
     async def prepare(self) -> None:
