@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .channel import Channel, MalformedFrameError
-from .descriptors import closed_if_failing, listen_at, peer_of, write_warning
+from .descriptors import listen_at, peer_of, write_warning
 from .frames import RequestError
 from .loop import PAUSE_S
 from .requests import Heard, Keep, Serve
@@ -137,12 +137,13 @@ class AgentLink:
         if "\0" in request.socket:
             raise RequestError(f"socket: {request.socket!r:.80}")
         if self._path is None:
+            path, listener = Path(request.socket), None
             try:
-                path = Path(request.socket)
                 listener = listen_at(path)
-                with closed_if_failing(listener):
-                    self._loop.watch(listener.fileno(), self._accept)
+                self._loop.watch(listener.fileno(), self._accept)
             except OSError as error:
+                if listener is not None:
+                    listener.close()
                 self.emit("serve_failed", reason=f"{request.socket}: {reason_of(error)}")
                 return
             self._path, self._listener = path, listener

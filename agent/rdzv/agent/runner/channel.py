@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import struct
 from collections import deque
 
 from .descriptors import (
     SentDescriptorError,
-    close_fd,
     close_fds,
     close_job_socket,
     receive_data,
@@ -186,7 +186,7 @@ class Channel:
 
     def _close_fds(self) -> None:
         while self._fds:
-            close_fd(self._fds.popleft())
+            os.close(self._fds.popleft())
 
 
 MAX_JOB_FRAME_BYTES = 64 << 10

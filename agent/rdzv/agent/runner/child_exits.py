@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from .channel import MAX_JOB_FRAME_BYTES, RECEIVE_BYTES, Link
-from .descriptors import close_fd, write_warning
+from .descriptors import write_warning
 from .loop import PAUSE_S
 from .processes import (
     OwnChildren,
@@ -193,7 +193,7 @@ class Children:
             try:
                 self._loop.watch(child.pidfd, partial(self._notice_exit, child))
             except OSError:
-                close_fd(child.pidfd)
+                os.close(child.pidfd)
                 child.pidfd = None
 
     def _notice_exit(self, child: Child) -> None:

@@ -17,23 +17,9 @@ if TYPE_CHECKING:
     _Cmsg = tuple[int, int, bytes]
 
 
-def close_fd(fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)
-
-
 def close_fds(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-@contextmanager
-def closed_if_failing(sock: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        sock.close()
-        raise
 
 
 def dup_fds(*fds: int) -> tuple[int, ...]:
