@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +20,13 @@ from urllib.parse import parse_qs, urlsplit
 Object = dict[str, Any]
 
 BOOKMARK_EVERY_S = 0.05
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s, "in time"
+        time.sleep(0.005)
 
 
 def machine(name: str, *taints: str, **more: Any) -> Object:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from rdzv_kube.following import Following, connected, following_of
 from rdzv_kube.objects import Machine, Pod
 
 from rdzv.errors import InvalidRequestError
-from tests.support.kubernetes_stand_in import StandIn, machine, pod, standing_in
+from tests.support.kubernetes_stand_in import StandIn, machine, pod, standing_in, until
 
 pytestmark = pytest.mark.slow
 
@@ -66,13 +65,6 @@ def followed(api: StandIn, folder: Path, namespace: str = "") -> Iterator[Follow
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s, "in time"
-        time.sleep(0.005)
 
 
 def test_objects_are_listed_in_pages_and_then_watched(api: StandIn, tmp_path: Path) -> None:

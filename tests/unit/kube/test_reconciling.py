@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
@@ -20,6 +19,7 @@ from rdzv.client import ControlClient
 from rdzv.errors import RendezvousConnectionError, UnknownNodeError
 from rdzv.structs import replace
 from rdzv.view.answers import Node
+from tests.support.kubernetes_stand_in import until
 from tests.unit.kube.test_plan import agent, cordoned, drained, node
 
 
@@ -147,10 +147,3 @@ def test_a_doubt_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     pods.objects = (Pod("team-a", "train-0"), Pod("team-b", "train-0"))
     loop.once()
     assert caplog.text.count("train-0 may be any of") == 2, "it is another one"
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s, "in time"
-        time.sleep(0.005)
