@@ -114,17 +114,6 @@ def test_rounds_in_a_row_keep_the_same_processes(c: Cluster) -> None:
 # ------------------------------------------------------------------ not kept
 
 
-def test_a_worker_that_blocks_is_replaced_alone(c: Cluster) -> None:
-    node = one_node(c, "deaf:1", options=("--keep-timeout=0.5",))
-    before = pids(c.wait_for_round(0, workers=3))
-    os.kill(before[2], signal.SIGKILL)
-    after = pids(c.wait_for_round(1, workers=3))
-    assert after[0] == before[0]
-    assert after[1] != before[1]
-    assert not alive(before[1])
-    c.wait_for_text(node, "instead of keeping it: it did not park in time")
-
-
 def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> None:
     node = one_node(c, "stuck:1", options=("--keep-timeout=600",))
     before = pids(c.wait_for_round(0, workers=3))
@@ -136,17 +125,6 @@ def test_a_worker_that_says_it_cannot_park_is_replaced_at_once(c: Cluster) -> No
     c.wait_for_text(node, f"instead of keeping it: {why}")
     # Its end is no failure of its own.
     assert c.status().restarts == 1
-
-
-def test_workers_with_and_without_a_link_may_be_in_one_job(c: Cluster) -> None:
-    start(c, "n1", nproc=1)
-    other = start(c, "n2", "unlinked", nproc=1)
-    before = c.wait_for_round(0, workers=2)
-    victim = next(int(r["pid"]) for r in before if int(r["pid"]) in other.workers())
-    os.kill(victim, signal.SIGKILL)
-    after = pids(c.wait_for_round(1, workers=2))
-    assert len(set(after) & set(pids(before))) == 1
-    assert victim not in after
 
 
 def test_without_keep_timeout_every_worker_is_new(c: Cluster) -> None:
@@ -199,19 +177,6 @@ def test_suspects_are_innocent_where_a_worker_was_killed(c: Cluster) -> None:
     c.wait_for_text(node, "local_rank 2 is cold: its worker ended with signal 9 (SIGKILL)")
 
 
-def test_a_suspect_alone_is_the_failure_and_raises_its_exception(c: Cluster) -> None:
-    file = c.folder / "suspect"
-    one_node(c, f"suspect:{file}", nproc=1)
-    before = pids(c.wait_for_round(0, workers=1))
-    file.touch()
-    c.wait_until("it is charged", lambda: c.status().restarts == 1)
-    file.unlink()
-    after = pids(c.wait_for_round(1, workers=1))
-    assert after != before
-    (log,) = (c.folder / "logs").glob("*/*/round_0/0/stderr.log")
-    assert "ConnectionResetError: Connection reset by peer" in log.read_text()
-
-
 # ------------------------------------------------------------------ while they are parked
 
 
@@ -257,13 +222,6 @@ def test_operators_end_parked_workers(c: Cluster, verb: str, code: int) -> None:
     assert asked.returncode == 0, asked
     assert node.wait() == code
     assert not alive(kept[0])
-
-
-def test_the_fence_ends_parked_workers(c: Cluster) -> None:
-    node, kept = parked(c, "--fence-after=1")
-    c.kill_server()
-    c.wait_until("the fence has come", lambda: not alive(kept[0]))
-    assert node.process.poll() is None
 
 
 # ------------------------------------------------------------------ agents that are replaced

@@ -214,21 +214,21 @@ async def test_a_worker_that_died_is_replaced_beside_those_that_stay(node: Parki
     assert second.how == "cold"
 
 
-async def test_a_worker_that_does_not_park_is_killed_alone_in_time(node: Parking) -> None:
-    pids = await node.begin("deaf:1")
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_worker_that_does_not_park_is_killed_alone_in_time(
+    node: Parking, is_stopped: bool
+) -> None:
+    pids = await node.begin(*([] if is_stopped else ["deaf:1"]))
+    if is_stopped:
+        os.kill(pids[1], signal.SIGSTOP)
     since = time.monotonic()
     assert ranks_of(await node.park(keep_ms=300)) == {0: pids[0]}
     assert 0.3 <= time.monotonic() - since < 5
     late = await node.heard(WorkerNotKept)
     assert (late.local_rank, late.pid) == (1, pids[1])
+    assert late.reason == "it did not park in time"
     assert state_of(pids[1]) == ""
     assert not (await node.heard(WorkerExited, local_rank=1)).by_itself
-
-
-async def test_a_stopped_worker_is_killed_alone_in_time(node: Parking) -> None:
-    pids = await node.begin()
-    os.kill(pids[1], signal.SIGSTOP)
-    assert ranks_of(await node.park(keep_ms=300)) == {0: pids[0]}
 
 
 async def test_a_culprit_is_killed_at_once(node: Parking) -> None:

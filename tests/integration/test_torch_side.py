@@ -544,20 +544,20 @@ def test_a_signal_ends_a_node_whose_class_does_not_answer(tmp_path: Path) -> Non
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_class_that_fails_ends_its_node_with_the_reason(tmp_path: Path) -> None:
-    environ = {"SPECS": "fail"}
-    with ended(rdzvrun(tmp_path, "--logs-specs=mine", environ=environ)) as process:
+@pytest.mark.parametrize(
+    ("option", "code", "reason"),
+    [
+        ("--logs-specs=mine", 1, "--logs-specs: OSError: the disk is full"),
+        ("--event-log-handler=mine", 2, "torch knows no event handler 'mine' there"),
+    ],
+)
+def test_what_fails_at_the_start_ends_its_node_with_the_reason(
+    option: str, code: int, reason: str, tmp_path: Path
+) -> None:
+    with ended(rdzvrun(tmp_path, option, environ={"SPECS": "fail"})) as process:
         _, told = process.communicate(timeout=120)
-        assert process.returncode == 1
-    assert "--logs-specs: OSError: the disk is full" in told
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_handler_that_nobody_knows_is_usage(tmp_path: Path) -> None:
-    with ended(rdzvrun(tmp_path, "--event-log-handler=mine", environ={})) as process:
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == 2
-    assert "torch knows no event handler 'mine' there" in told.splitlines()[-1]
+        assert process.returncode == code
+    assert reason in told
     assert not (tmp_path / "ran").exists()
 
 

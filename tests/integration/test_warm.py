@@ -462,11 +462,12 @@ async def test_a_worker_that_can_not_be_started_says_so_as_cold(
 # ---------------------------------------------------------------------- never worse than cold
 
 
-async def test_workers_do_not_wait_for_a_zygote_that_imports(node: WarmNode) -> None:
+@pytest.mark.parametrize("wait_s", [0.0, 0.1])
+async def test_workers_do_not_wait_for_a_zygote_that_imports(node: WarmNode, wait_s: float) -> None:
     (node.folder / "slow.py").write_text("import time\ntime.sleep(1000)\n")
     script = shutil.copy(CASES, node.folder)
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["slow"])
-    await start_pausing(node, 0, zygote)
+    await start_pausing(node, 0, replace(zygote, wait_s=wait_s))
     cold = await node.heard(WorkersStartedCold)
     assert cold == WorkersStartedCold(0, (0, 1), "the zygote is still importing")
 
@@ -485,16 +486,6 @@ async def test_workers_wait_for_a_zygote_if_they_are_to(node: WarmNode) -> None:
     assert (await node.heard(WorkerExited)).exit_code == 7
     assert not any(isinstance(event, WorkersStartedCold) for event in node.events)
     await node.stop(0)
-
-
-async def test_a_zygote_that_takes_longer_than_workers_wait_is_not_waited_for(
-    node: WarmNode,
-) -> None:
-    (node.folder / "slow.py").write_text("import time\ntime.sleep(1000)\n")
-    script = shutil.copy(CASES, node.folder)
-    zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["slow"])
-    await start_pausing(node, 0, replace(zygote, wait_s=0.1))
-    assert (await node.heard(WorkersStartedCold)).reason == "the zygote is still importing"
 
 
 async def test_a_zygote_that_dies_is_replaced_and_meanwhile_all_start_cold(

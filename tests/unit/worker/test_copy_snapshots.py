@@ -240,7 +240,8 @@ class Peer:
     def __init__(self, slot: bytes, change: Any = None) -> None:
         sender = carrier.Sender(carrier.TokenBucket(0))
         sender.token = "secret"
-        sender.slots[0] = [carrier.mapped(memory(slot), len(slot))]
+        self.slot = memory(slot)
+        sender.slots[0] = [carrier.mapped(os.dup(self.slot), len(slot))]
         ours, self.socket = socket.socketpair()
         ours.settimeout(PATIENCE_S)
         self.socket.settimeout(PATIENCE_S)
@@ -327,30 +328,15 @@ def test_a_stream_that_is_cut_off_leaves_nothing(cut: int) -> None:
 
 
 def test_a_slot_that_is_overwritten_on_the_way_is_not_taken() -> None:
-    slot = bytearray(snapshot(size=SMALL))
-    fd = memory(bytes(slot))
-
     def change(begin: int, data: bytearray) -> bytearray:
         if begin > BEFORE_CONTENT - 1:
-            os.pwrite(fd, bytes(SEAL_BYTES), 0)
+            os.pwrite(peer.slot, bytes(SEAL_BYTES), 0)
         return data
 
-    peer = Peer(bytes(slot), None)
-    peer.socket.close()
-    sender = carrier.Sender(carrier.TokenBucket(0))
-    sender.token = "secret"
-    sender.slots[0] = [carrier.mapped(os.dup(fd), len(slot))]
-    ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=peer.send, args=(sender, Changed(ours, change)), daemon=True)
-    thread.start()
-    key = carrier.greet_sender(theirs, "secret")
-    into = bytearray(SMALL)
-    until = time.monotonic() + PATIENCE_S
+    peer = Peer(bytes(snapshot(size=SMALL)), change)
     with pytest.raises(carrier.CopyError, match="was overwritten while it was being sent"):
-        carrier.fetch(theirs, asked(size=SMALL), memoryview(into), key, until)
-    assert not has_seal(into)
-    theirs.close()
-    thread.join(PATIENCE_S)
+        peer.fetched(asked(size=SMALL))
+    assert not has_seal(peer.left)
 
 
 def test_a_peer_that_sends_too_slowly_is_given_up() -> None:
