@@ -288,6 +288,7 @@ UNCHANGED: list[tuple[str, Iterable[str], Event]] = [
     ("a withdrawal from another run", PHASES, replace(WITHDRAWN, run="r2")),
     ("a withdrawal while it leaves", ["leaving"], WITHDRAWN),
     ("an early tick", PHASES, TICKED),
+    ("a notice lifted that was never given", PHASES, events.NoticeLifted()),
     ("a fence after success", ["sweeping", "at_barrier"], events.Fenced(0, 1_000)),
     ("a fence of a round that is over", ["joining", "rejoining"], events.Fenced(0, 1_000)),
     ("a fence of no round", ["joining", "rejoining"], events.Fenced(7, 1_000)),

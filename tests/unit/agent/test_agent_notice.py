@@ -109,16 +109,11 @@ def test_what_has_failed_before_the_notice_is_a_failure() -> None:
     assert node.phase is Phase.ENDED
 
 
-def test_without_a_signal_there_is_the_file_alone() -> None:
-    node = Node(replace(JOB, notice_signum=0))
+@pytest.mark.parametrize("signum", [0, 10])
+def test_the_signal_is_the_one_of_the_launch_or_none(signum: int) -> None:
+    node = Node(replace(JOB, notice_signum=signum))
     node.hear(CONNECTED, JOINED, line())
-    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY)]
-
-
-def test_the_signal_is_the_one_of_the_launch() -> None:
-    node = Node(replace(JOB, notice_signum=10))
-    node.hear(CONNECTED, JOINED, line())
-    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY, 10)]
+    assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY, signum or None)]
 
 
 # ------------------------------------------------------------------ they do not
@@ -155,18 +150,13 @@ def test_a_signal_to_the_agent_ends_the_wait() -> None:
 # ------------------------------------------------------------------ without workers
 
 
-@pytest.mark.parametrize("make", [joining, rejoining], ids=["joining", "rejoining"])
+@pytest.mark.parametrize("make", [Node, joining, rejoining], ids=["new", "joining", "rejoining"])
 def test_a_node_without_workers_leaves_at_once(make: type[Node]) -> None:
     node = make()
-    left = node.state.left_round
+    run, left = node.state.run, node.state.left_round
     end = node.hear(GIVEN)
-    assert leave_of("r1", LEAVES, left) in end
-    assert outcome_of(end).text == WHY
-
-
-def test_before_it_is_admitted_as_well() -> None:
-    node = Node()
-    assert leave_of("", LEAVES, None) in node.hear(GIVEN)
+    assert leave_of(run, LEAVES, left) in end
+    assert outcome_of(end).text.startswith(WHY)
     assert node.phase is Phase.ENDED
 
 
@@ -248,12 +238,6 @@ def test_a_notice_that_comes_back_is_told_without_the_signal() -> None:
     assert node.hear(GIVEN) == [NotifyWorkers(0, 60_000, WHY)]
 
 
-def test_lifting_what_was_never_given_changes_nothing() -> None:
-    node = running()
-    assert node.hear(LIFTED) == []
-    assert node.phase is Phase.RUNNING
-
-
 # ------------------------------------------------------------------ what the node knows of it
 
 
@@ -279,13 +263,9 @@ def test_a_drain_keeps_its_deadline_however_often_it_is_repeated() -> None:
     assert node.news() == []
     node.now_ms += 1_000
     assert node.drain.event() == events.NoticeGiven(59_000, WHY)
-
-
-def test_another_drain_has_another_deadline() -> None:
-    node = Knows()
-    node.drain.take_from_server(7, 60_000, WHY)
+    # Another drain has another one.
     node.drain.take_from_server(8, 90_000, "longer")
-    assert node.news()[1] == events.NoticeGiven(90_000, "longer")
+    assert node.news() == [events.NoticeGiven(90_000, "longer")]
 
 
 def test_of_a_drain_and_the_nodes_own_wish_the_earlier_counts() -> None:

@@ -82,11 +82,8 @@ def test_the_end_of_a_round_lets_workers_park_but_not_its_culprits() -> None:
     assert running().hear(over(culprits=(1,))) == [
         StopWorkers(0, GRACE_MS, keep_ms=10_000, not_kept=(1,))
     ]
-
-
-def test_a_failed_worker_lets_its_siblings_park() -> None:
-    told = running().hear(exited(0, 1))
-    assert told[-1] == StopWorkers(0, GRACE_MS, keep_ms=10_000)
+    # A failed worker lets its siblings park as well.
+    assert running().hear(exited(0, 1))[-1] == StopWorkers(0, GRACE_MS, keep_ms=10_000)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +214,9 @@ def test_a_kept_worker_that_does_not_go_on_in_time_is_suspect() -> None:
     assert (failure.local_rank, failure.pid, failure.suspect) == (1, 101, True)
     assert "did not continue within 600 s" in failure.message
     assert stop == StopWorkers(1, GRACE_MS, keep_ms=10_000)
-
-
-def test_nothing_is_due_once_all_kept_workers_go_on() -> None:
+    # Nothing is due once all of them go on.
     node = parked()
-    node.hear(line(1, kept=(0, 1)))
-    node.hear(events.WorkerResumed(1, 0), events.WorkerResumed(1, 1))
+    node.hear(line(1, kept=(0, 1)), events.WorkerResumed(1, 0), events.WorkerResumed(1, 1))
     assert node.wait(2_000_000) == []
 
 
@@ -280,6 +274,7 @@ def test_the_end_of_a_job_that_a_node_has_left_is_not_its_own() -> None:
     node = parked()
     node.hear(signalled())
     assert node.hear(closed(Result.STOPPED)) == []
+    assert node.hear(signalled()) == [EndKept(0)]
     assert outcome_of(node.hear(events.KeptGone())).exit_code == 128 + SIGTERM
 
 
@@ -289,12 +284,6 @@ def test_workers_that_parked_while_the_node_began_to_leave_end_first() -> None:
     assert node.hear(events.WorkersGone(0, kept=(FIRST,))) == [EndKept(GRACE_MS)]
     told = node.hear(events.KeptGone())
     assert [type(command) for command in told] == [StopStoreHost, Leave, Exit]
-
-
-def test_a_second_signal_kills_parked_workers_at_once() -> None:
-    node = parked()
-    node.hear(signalled())
-    assert node.hear(signalled()) == [EndKept(0)]
 
 
 def test_charged_suspects_of_a_failed_job_raise_their_exception() -> None:

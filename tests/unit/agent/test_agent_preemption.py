@@ -74,12 +74,17 @@ async def test_a_file_that_appears_says_how_much_time_is_left(tmp_path: Path) ->
 
 
 @pytest.mark.quick
-async def test_a_file_that_is_there_already_is_a_notice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["", "terminate at noon"])
+async def test_a_file_that_says_no_seconds_leaves_the_usual_time(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "preempted"
-    file.touch()
-    async with watched(file) as notices:
-        # It says nothing further: the usual time is left.
-        assert (await notices.next())[0] == 7_000
+    file.write_text(f"{text}\n" if text else "")
+    with caplog.at_level(logging.WARNING, "rdzv.agent"):
+        async with watched(file) as notices:
+            assert (await notices.next())[0] == 7_000
+    warned = f"'{text}' is not a number of seconds; using the default time" in caplog.text
+    assert warned is bool(text)
 
 
 async def test_a_file_that_is_half_written_is_looked_at_again(
@@ -94,17 +99,6 @@ async def test_a_file_that_is_half_written_is_looked_at_again(
     monkeypatch.setattr(module, "in_thread", look)
     async with watched(file) as notices:
         assert (await notices.next())[0] == 30_000
-
-
-async def test_words_that_are_no_seconds_are_a_notice_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "preempted"
-    file.write_text("terminate at noon\n")
-    with caplog.at_level(logging.WARNING, "rdzv.agent"):
-        async with watched(file) as notices:
-            assert (await notices.next())[0] == 7_000
-    assert "'terminate at noon' is not a number of seconds; using the default time" in caplog.text
 
 
 @pytest.mark.quick

@@ -96,7 +96,6 @@ def test_the_main_thread_comes_first_by_its_id_then_by_its_name() -> None:
     assert parse_dump(dump(thread(None, 7)), pid=7)[0].name == "MainThread"
 
 
-@pytest.mark.slow
 def test_long_ones_are_cut_and_the_main_thread_never_is() -> None:
     many = [thread(f"t{number}", number, frames=500) for number in range(200)]
     found = parse_dump(dump(*many), pid=199)
@@ -245,7 +244,6 @@ async def test_a_kernel_that_forbids_it_is_named_with_the_remedy(
     assert ("kernel.yama.ptrace_scope is 1; set it to 0" in found.note) is remedy
 
 
-@pytest.mark.slow
 async def test_one_that_takes_too_long_costs_no_more_than_its_time(
     py_spy: Path, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +264,6 @@ async def test_a_worker_that_was_left_stopped_goes_on(
     await until(lambda: process_state(sleeper.pid) == "S")
 
 
-@pytest.mark.slow
 async def test_for_whom_no_time_is_left_a_note_says_so(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:

@@ -536,7 +536,6 @@ async def test_a_request_that_is_cancelled_says_nothing_more(node: Node) -> None
     assert not node.written.listeners
 
 
-@pytest.mark.slow
 async def test_the_end_of_the_job_waits_for_the_last_lines_but_not_for_ever(node: Node) -> None:
     node.begin(0)
     quick = node.ask(follow=True, rank=4, stderr=False)
