@@ -42,11 +42,8 @@ LONG = {
     "warm": ("--workers=1 --times=1", "warm"),
 }
 
-NEEDS = {
-    "dashboard": ("prometheus", "written: "),
-    "page": ("chromium", "written: "),
-}
-"""Pictures: the program that each needs."""
+PICTURES = {"dashboard": ("prometheus", "picture.svg"), "page": ("chromium", "picture.png")}
+"""The program that each needs, and its file."""
 
 PEERS = {"snapshot_dlrover": ("--gb=0.01 --steps=20 --step-ms=2 --loads=1", "DLRover, n=1")}
 """What needs the environment of `make build/peers/.ready`."""
@@ -75,36 +72,24 @@ def test_no_program_is_left_out() -> None:
     text = {path.stem: path.read_text() for path in BENCH.glob("*.py")}
     programs = {name for name, code in text.items() if '__name__ == "__main__"' in code}
     programs = {name for name in programs if not STARTED_BY_OTHERS.fullmatch(name)}
-    assert programs == {*QUICK, *LONG, *NEEDS, *PEERS}
+    assert programs == {*QUICK, *LONG, *PICTURES, *PEERS}
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.campaign) for name in (LONG | PEERS))]
+)
 def test_a_program_measures_the_smallest_that_it_can(name: str) -> None:
-    options, says = QUICK[name]
+    if name in PEERS and not (BENCH.parent / "build/peers/.ready").exists():
+        pytest.skip("there is no build/peers (make build/peers/.ready)")
+    options, says = (QUICK | LONG | PEERS)[name]
     run(name, options.split(), says)
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", LONG)
-def test_a_long_program_measures_the_smallest_that_it_can(name: str) -> None:
-    options, says = LONG[name]
-    run(name, options.split(), says)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_drawn(name: str, tmp_path: Path) -> None:
-    program, says = NEEDS[name]
+    program, file = PICTURES[name]
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed (Debian's package {program} has it)")
-    run(name, [str(tmp_path / "picture")], says)
-    assert (tmp_path / "picture").stat().st_size > 0
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", PEERS)
-def test_a_peer_is_measured(name: str) -> None:
-    if not (BENCH.parent / "build/peers/.ready").exists():
-        pytest.skip("there is no build/peers (make build/peers/.ready)")
-    options, says = PEERS[name]
-    run(name, options.split(), says)
+    run(name, [str(tmp_path / file)], "written: ")
+    assert (tmp_path / file).stat().st_size > 0
