@@ -5,7 +5,6 @@
         link.black_hole()      # packets vanish; both ends believe that they are connected
         link.restore()         # TCP continues where it was, as after a cable is plugged in again
         link.cut()             # every connection is reset, new ones are refused
-        link.delay(0.2)        # from now on each direction takes this long
 
 It runs in its own thread, so that tests of either kind can use it. Nothing in it waits without a
 deadline: a call that is not done in time raises `TimeoutError`, and so fails its test.
@@ -23,8 +22,8 @@ from typing import Any, TypeVar
 
 PATIENCE_S = 100.0
 _CHUNK_BYTES = 64 << 10
-_MAX_CHUNKS = 64
-"""The limit of data under way in each direction; a faster sender has to wait."""
+_MAX_BYTES = 4 << 20
+"""The limit of what a caller may have sent before the link is back."""
 
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: close with a reset, and discard unsent data."""
@@ -46,7 +45,6 @@ class TcpProxy:
         self._holds = asyncio.Event()
         """Set while packets get through."""
         self._refuses = False
-        self._delay_s = 0.0
         self._connections: dict[asyncio.Task[None], set[asyncio.StreamWriter]] = {}
         self.port = 0
 
@@ -78,10 +76,6 @@ class TcpProxy:
     def reset(self) -> None:
         """Reset every connection; new ones are accepted."""
         self._call(self._reset_all)
-
-    def delay(self, seconds: float) -> None:
-        """Delay data sent from now on by this much, in each direction."""
-        self._delay_s = seconds
 
     @property
     def connections(self) -> int:
@@ -171,7 +165,7 @@ class TcpProxy:
         async def listen() -> None:
             while data := await reader.read(_CHUNK_BYTES):
                 said.extend(data)
-                if len(said) > _MAX_CHUNKS * _CHUNK_BYTES:
+                if len(said) > _MAX_BYTES:
                     raise OSError("the caller says too much before it has heard anything")
 
         if self._holds.is_set():
@@ -188,27 +182,13 @@ class TcpProxy:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forward one direction to its end, which is forwarded, too."""
-        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_CHUNKS)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._deliver(under_way, writer))
-            data = b"-"
-            while data:
-                data = await reader.read(_CHUNK_BYTES)
-                await under_way.put((self._loop.time() + self._delay_s, data))
-
-    async def _deliver(
-        self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter
-    ) -> None:
-        while True:
-            due_s, data = await under_way.get()
-            await asyncio.sleep(max(due_s - self._loop.time(), 0.0))
+        while data := await reader.read(_CHUNK_BYTES):
             await self._holds.wait()
-            if not data:
-                if writer.can_write_eof():
-                    writer.write_eof()
-                return
             writer.write(data)
             await writer.drain()
+        await self._holds.wait()
+        if writer.can_write_eof():
+            writer.write_eof()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

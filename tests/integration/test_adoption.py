@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from contextlib import suppress
 
@@ -40,27 +39,3 @@ def test_a_server_without_memory_goes_on_with_the_round_that_its_nodes_run(c: Cl
     assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"2"}
     c.finish()
     assert [node.wait() for node in nodes] == [0, 0, 0]
-
-
-def test_a_server_with_an_old_memory_goes_on_above_the_highest_round(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", "--max-restarts=3") for i in (1, 2, 3)]
-    first = c.wait_for_round(0, workers=3)
-    c.kill_server()
-    shutil.copytree(c.folder / "data", c.folder / "old")
-    c.start_server()
-    c.wait_for_state("running")
-    os.kill(int(first[0]["pid"]), signal.SIGKILL)
-    before = c.wait_for_round(1, workers=3)
-    c.kill_server()
-    shutil.rmtree(c.folder / "data")
-    (c.folder / "old").rename(c.folder / "data")
-    c.start_server()
-    c.wait_until("all are adopted", lambda: events(c).count("NodeAdopted") == 3)
-    status = c.wait_for_state("running")
-    assert (status.round, status.restarts) == (1, 1)
-    assert all(alive(int(report["pid"])) for report in before)
-    nodes[2].kill_tree()
-    after = c.wait_for_round(2, workers=2)
-    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"1"}
-    c.finish()
-    assert [node.wait() for node in nodes[:2]] == [0, 0]

@@ -11,7 +11,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import (
@@ -154,42 +153,6 @@ def test_a_worker_that_fails_while_no_agent_is_there_is_reported_and_restarted(d
     assert not {"NodeLost", "NodeLeft"} & set(d.events())
     d.cluster.finish()
     d.until_state("job", "succeeded")
-
-
-def test_workers_that_succeed_while_no_agent_is_there_have_succeeded(d: Nodes) -> None:
-    pids = d.begin()
-    for name in pids:
-        d.kill(name)
-    d.cluster.finish()
-    d.until("they are done", lambda: not any(map(alive, pids.values())))
-    for name in pids:
-        d.agents[name] = d.launch(name)
-    status = d.until_state("job", "succeeded")
-    assert status.restarts == 0
-    d.complete_logs(pids)
-    for name in pids:
-        d.until(f"{name} is free", lambda name=name: d.node(name)["jobs"] == {})
-
-
-def test_a_failure_elsewhere_does_not_wait_for_an_agent_that_is_away(d: Nodes) -> None:
-    """Its seat is kept for a while if nothing happens; a failure shortens that."""
-    pids = d.begin("--max-restarts=1")
-    d.kill("n1")
-    os.kill(pids["n2"], signal.SIGKILL)
-
-    def given_up() -> Any:
-        return "away when the round ended, and not back within 0.25 s" in d.cluster.server_log
-
-    d.until("n1 is given up", given_up)
-    again = d.launch("n1")
-    reports = d.reports("job", 4)
-    assert not alive(pids["n1"])
-    assert len(reports) == 4
-    # The loss of a node counts as no worker's failure.
-    assert d.status("job").restarts == 0
-    d.cluster.finish()
-    d.until_state("job", "succeeded")
-    assert "Traceback" not in again.text
 
 
 @pytest.mark.parametrize("adopted", [True, False])

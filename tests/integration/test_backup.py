@@ -145,12 +145,6 @@ async def test_a_backup_replaces_nothing_unless_told_to(tmp_path: Path) -> None:
         assert (code, said.startswith(f"{file}: 0 jobs, 0 events")) == (0, True)
 
 
-async def test_no_server_no_file(tmp_path: Path) -> None:
-    code, _, complaint = await rdzvctl("backup", tmp_path / "file", "--server", "127.0.0.1:1")
-    assert (code, "cannot reach rdzvd" in complaint) == (75, True)
-    assert contents(tmp_path) == {}
-
-
 async def test_a_server_that_stops_answering_ends_the_backup(tmp_path: Path) -> None:
     with rdzvd(tmp_path) as server:
         await with_two_jobs(server)
@@ -184,18 +178,6 @@ async def test_half_a_backup_is_none(tmp_path: Path) -> None:
     await server.stop(0)
     assert (code, "it was cut" in complaint) == (1, True)
     assert contents(tmp_path) == {}
-
-
-async def test_a_job_that_can_not_be_read_is_named(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    with rdzvd(tmp_path) as server:
-        await with_two_jobs(server)
-        server.stop()
-    spoil(data, b'{"format":4,"membership":{}}')
-    with rdzvd(tmp_path) as server:
-        code, _, complaint = await rdzvctl("backup", tmp_path / "file", "--server", server.address)
-    assert (code, "job job-8 in" in complaint) == (1, True)
-    assert not (tmp_path / "file").exists()
 
 
 def spoil(data: Path, membership: bytes) -> None:

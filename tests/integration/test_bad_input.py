@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 from cluster import BIN, JOB, WORKERS, Cluster, Node, alive
 from ports import free_port
-
-from rdzv.client import ControlClient, parse_endpoint
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 
@@ -157,29 +153,6 @@ def test_a_server_that_is_not_there_is_tried_until_the_join_times_out(alone: Clu
     assert "no server admitted this node within 1 s" in last
 
 
-def test_a_server_that_comes_late_is_found(alone: Cluster) -> None:
-    c = alone
-    c.endpoint = f"127.0.0.1:{free_port()}"
-    node = c.start_node("n1", nnodes="1")
-    text_when(c, node, "cannot reach rdzvd")
-    c.start_server()
-    c.wait_for_round(0, workers=1)
-    c.finish()
-    assert node.wait() == 0
-    assert node.text.count("cannot reach rdzvd") == 1
-    # For the first time, so not "again".
-    assert f"connected to the server at {c.endpoint}\n" in node.text
-
-
-def test_what_listens_there_but_is_no_rdzvd_is_no_server(alone: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
-        options = (f"--rdzv-endpoint={endpoint}", f"--rdzv-id={JOB}")
-        ended = alone.run("rdzvrun", *options, "--rdzv-conf=join_timeout=1", REPORT)
-    assert ended.returncode == 75, ended
-    assert "Traceback" not in ended.stderr
-
-
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_data_directory_that_is_no_directory_is_refused(alone: Cluster, place: str) -> None:
     (alone.folder / "file").touch()
@@ -226,21 +199,6 @@ def test_other_settings_are_refused_with_both_values_and_disturb_nobody(c: Clust
     assert "round 1" not in first.text
 
 
-def test_other_settings_begin_a_new_run_when_everybody_is_gone(c: Cluster) -> None:
-    first = c.start_node("n1", "--max-restarts=2", nnodes="1")
-    c.wait_for_round(0, workers=1)
-    before = c.status()
-    first.kill_tree()
-    c.wait_until("n1 is lost", lambda: "lost" in [n.state for n in c.status().nodes])
-    second = c.start_node("n2", "--max-restarts=3", nnodes="1")
-    c.wait_for_round(1, workers=1)
-    after = c.status()
-    assert after.run != before.run
-    assert (after.max_restarts, [n.node_id for n in after.nodes]) == (3, ["n2"])
-    c.finish()
-    assert second.wait() == 0
-
-
 def test_a_node_id_in_use_is_waited_for_and_named(c: Cluster) -> None:
     at_once = (AT_ONCE, "--max-restarts=0")
     first = c.start_node("n1", *at_once, nnodes="1:2")
@@ -279,19 +237,6 @@ def test_an_ended_run_is_not_begun_anew_where_that_is_refused(c: Cluster) -> Non
     assert f"the last run of {JOB} has succeeded" in refused.text
     assert "choose another --rdzv-id" in refused.text
     assert c.start_node("n1", nnodes="1").wait() == 0
-
-
-def test_a_node_without_the_script_is_refused_and_the_others_wait_for_it(c: Cluster) -> None:
-    first = c.start_node("n1", nnodes="2")
-    text_when(c, first, "waiting for 1 more node")
-    second = c.start_node("n2", nnodes="2", worker=str(c.folder / "no-such.py"))
-    assert second.wait() == 2
-    assert "give a path that exists on every node" in second.text
-    assert [n.node_id for n in c.status().nodes] == ["n1"]
-    third = c.start_node("n3", nnodes="2")
-    c.wait_for_round(0, workers=2)
-    c.finish()
-    assert [first.wait(), third.wait()] == [0, 0]
 
 
 # ------------------------------------------------------------------ what goes between two rounds
@@ -348,23 +293,6 @@ def test_a_node_that_can_not_start_any_more_leaves_and_the_job_goes_on(c: Cluste
     assert stays.wait() == 0
 
 
-def test_below_min_nodes_the_job_waits_for_another_and_says_what_was_missing(c: Cluster) -> None:
-    script = Path(shutil.copy(REPORT, c.folder / "script.py"))
-    first = c.start_node("n1", "--max-restarts=1", nnodes="2")
-    second = c.start_node("n2", "--max-restarts=1", nnodes="2", worker=str(script))
-    reports = c.wait_for_round(0, workers=2)
-    script.unlink()
-    os.kill(reports[0]["pid"], signal.SIGKILL)
-    assert second.wait() == 1
-    status = c.wait_for_state("joining")
-    assert "waiting for 1 more node (have 1 of 2:2)" in status.reason.headline
-    assert f"the script '{script}' is not on this node" in status.reason.by_node["n2"]
-    third = c.start_node("n3", "--max-restarts=1", nnodes="2")
-    c.wait_for_round(2, workers=2)
-    c.finish()
-    assert [first.wait(), third.wait()] == [0, 0]
-
-
 def test_a_program_without_its_interpreter_fails_the_job_in_its_own_words(c: Cluster) -> None:
     program = c.folder / "program"
     program.write_text("#!/no/such/interpreter\n")
@@ -376,19 +304,6 @@ def test_a_program_without_its_interpreter_fails_the_job_in_its_own_words(c: Clu
 
 
 # ------------------------------------------------------------------ workers
-
-
-def test_ten_megabytes_of_output_arrive_on_the_console_and_in_files(c: Cluster) -> None:
-    script = c.folder / "talk.py"
-    script.write_text("for _ in range(10_000): print('x' * 1023)\n")
-    console = c.start_node("n1", nnodes="1", worker=str(script))
-    assert console.wait() == 0
-    assert console.text.count("x" * 1023) == 10_000
-    files = c.start_node("n1", "-r", "1", nnodes="1", worker=str(script))
-    assert files.wait() == 0
-    (log,) = (c.folder / "logs").glob("*/n1/round_1/0/stdout.log")
-    assert log.stat().st_size == 10_000 * 1024
-    assert "xxx" not in files.text
 
 
 @pytest.mark.parametrize(
@@ -410,27 +325,6 @@ def test_an_error_file_of_any_kind_is_no_obstacle(alone: Cluster, text: str, sai
     assert "Traceback" not in ended.stderr
 
 
-def test_when_all_workers_of_three_nodes_fail_at_once_each_attempt_is_charged_once(
-    c: Cluster,
-) -> None:
-    options = ("--max-restarts=2", "--rdzv-conf=failure_stop_timeout=1")
-    args = ("error=" + json.dumps({"message": "all is lost"}), "exit=1")
-    nodes = [c.start_node(f"n{i}", *options, nnodes="3", nproc=2, args=args) for i in (1, 2, 3)]
-    assert [node.wait() for node in nodes] == [1, 1, 1]
-    status = c.status()
-    assert (status.state, status.restarts, status.round) == ("failed", 2, 2)
-    attempts = {r["TORCHELASTIC_RESTART_COUNT"] for r in c.all_reports()}
-    assert attempts == {"0", "1", "2"}
-    assert {r["RDZV_ROUND"] for r in c.all_reports()} == {"0", "1", "2"}
-    told = [
-        node.text.partition("Root cause, the first failure of the last round:")[2] for node in nodes
-    ]
-    # Below it, each node counts those of its own workers that it had to end.
-    (cause,) = {text.partition("Ended by this node's agent")[0] for text in told}
-    assert "exit code 1" in cause
-    assert "all is lost" in cause
-
-
 def test_a_job_that_is_not_known_is_named_by_every_command(c: Cluster) -> None:
     for command in ("status", "events", "stop", "restart"):
         ended = c.run("rdzvctl", f"--server={c.endpoint}", command, "nobody")
@@ -438,10 +332,3 @@ def test_a_job_that_is_not_known_is_named_by_every_command(c: Cluster) -> None:
         (line,) = ended.stderr.splitlines()
         assert line.startswith("rdzvctl: ")
         assert "nobody" in line
-
-
-def test_nothing_that_was_refused_is_known_to_the_server(c: Cluster) -> None:
-    for option in ("--rdzv-id=a b", "--node-id=a b", "--nproc-per-node=5000", "--nnodes=20001"):
-        assert c.start_node("n1", option, nnodes="1").wait() == 2
-    with ControlClient(parse_endpoint(c.endpoint)) as client:
-        assert client.jobs() == ()

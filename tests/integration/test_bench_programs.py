@@ -49,7 +49,7 @@ PEERS = {"snapshot_dlrover": ("--gb=0.01 --steps=20 --step-ms=2 --loads=1", "DLR
 """What needs the environment of `make build/peers/.ready`."""
 
 STARTED_BY_OTHERS = re.compile(r"c10d_crowd|c10d_peer|crowd|\w+_worker|sections")
-"""Children of the others; and what writes RESULTS.md, which test_bench_sections.py tests."""
+"""Children of the others; and what writes RESULTS.md, which test_bench.py tests."""
 
 
 def run(name: str, options: list[str], says: str) -> None:

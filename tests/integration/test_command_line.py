@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,85 +40,6 @@ def test_one_node_needs_no_server_and_no_options(alone: Cluster, options: tuple[
     }
     if "--rdzv-id=mine" in options:
         assert report["TORCHELASTIC_RUN_ID"] == "mine"
-
-
-def test_a_failing_script_ends_with_1_and_its_traceback(alone: Cluster) -> None:
-    script = alone.folder / "train.py"
-    script.write_text(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\n"
-        "def main():\n"
-        "    raise RuntimeError('the data is gone')\n"
-        "main()\n"
-    )
-    ended = alone.run("rdzvrun", "--standalone", "--node-id=n1", str(script))
-    assert ended.returncode == 1, ended
-    _, found, summary = ended.stderr.partition("Root cause, the first failure of the last round:")
-    assert found, ended.stderr
-    assert "rank 0 (local_rank 0) on n1 (127.0.0.1), pid " in summary
-    assert "exit code 1" in summary
-    assert "RuntimeError: the data is gone" in summary
-    assert f'File "{script}", line 4, in main' in summary
-
-
-def test_a_worker_killed_by_a_signal_fails_the_job_and_the_signal_is_named(alone: Cluster) -> None:
-    ended = alone.run("rdzvrun", "--no-python", "bash", "-c", "kill -SEGV $$")
-    assert ended.returncode == 1, ended
-    assert "signal 11 (SIGSEGV)" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-# ------------------------------------------------------------------ what is run
-
-
-def test_a_module_is_found_from_the_working_directory(alone: Cluster) -> None:
-    package = alone.folder / "package"
-    package.mkdir()
-    (package / "train.py").write_text("import sys; print(__name__, sys.argv[1:], flush=True)")
-    ended = alone.run("rdzvrun", "-m", "package.train", "-m", "--standalone")
-    assert (ended.returncode, ended.stdout) == (0, "__main__ ['-m', '--standalone']\n"), ended
-
-
-def test_a_program_is_run_without_python_and_reads_stdin(alone: Cluster) -> None:
-    ended = alone.run("rdzvrun", "--no-python", "cat", stdin="from the user\n")
-    assert (ended.returncode, ended.stdout) == (0, "from the user\n"), ended
-
-
-def test_the_scripts_own_arguments_are_left_alone_but_for_local_rank(alone: Cluster) -> None:
-    alone.finish()
-    own = ["--nnodes=9", "--rdzv_id", "x", "--", "a b", "", "$HOME", "--log=${local_rank}.txt"]
-    assert rdzvrun(alone, "--nproc-per-node=2", REPORT, *own).wait() == 0
-    for report in alone.all_reports():
-        assert report["argv"] == [REPORT, *own[:-1], f"--log={report['LOCAL_RANK']}.txt"]
-        assert report["WORLD_SIZE"] == "2"
-    assert len(alone.all_reports()) == 2
-
-
-def test_another_interpreter_runs_the_workers(alone: Cluster) -> None:
-    python = alone.folder / "python"
-    python.write_text(f'#!/bin/sh\nBY_THE_OTHER=yes exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    alone.finish()
-    assert rdzvrun(alone, REPORT, environ={"PYTHON_EXEC": str(python)}).wait() == 0
-    (report,) = alone.all_reports()
-    assert report["BY_THE_OTHER"] == "yes"
-
-
-def test_roles_have_ranks_of_their_own(c: Cluster) -> None:
-    nodes = [
-        c.start_node(f"n{i}", f"--role={role}", nnodes="3", nproc=nproc)
-        for i, (role, nproc) in enumerate((("trainer", 2), ("reader", 1), ("trainer", 1)), 1)
-    ]
-    reports = c.wait_for_round(0, workers=4)
-    seen = [[r[k] for k in ("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")] for r in reports]
-    assert seen == [
-        ["trainer", "0", "3"],
-        ["trainer", "1", "3"],
-        ["reader", "0", "1"],
-        ["trainer", "2", "3"],
-    ]
-    c.finish()
-    assert [node.wait() for node in nodes] == [0, 0, 0]
 
 
 # ------------------------------------------------------------------ logs
@@ -157,18 +77,6 @@ def test_logs_of_two_nodes_in_one_folder_lie_apart(c: Cluster) -> None:
             assert json.loads((worker / "error.json").read_text()) == {"message": "at first"}
     assert [*(c.folder / "logs").glob("*/*/round_0/*/error.json")], "somebody failed first"
     assert not any("hello\n" in node.text for node in nodes)
-
-
-def test_output_is_redirected_for_one_worker_alone(alone: Cluster) -> None:
-    alone.finish()
-    logs = alone.folder / "logs"
-    options = ("--nproc-per-node=2", f"--log-dir={logs}", "-r", "1:1", "--node-id=n1")
-    ended = alone.run("rdzvrun", *options, REPORT, "say=hello")
-    assert ended.returncode == 0
-    assert ended.stdout.count("hello") == 1
-    assert ended.stderr.count("hello") == 2
-    (file,) = logs.glob("*/n1/round_0/*/*.log")
-    assert (file.parent.name, file.name, file.read_text()) == ("1", "stdout.log", "hello\n")
 
 
 # ------------------------------------------------------------------ signals
@@ -224,14 +132,6 @@ def catches(node: Node, signum: int) -> bool:
     return bool(int(mask, 16) >> (signum - 1) & 1)
 
 
-def test_who_ignores_sigterm_is_killed_after_the_shutdown_timeout(alone: Cluster) -> None:
-    node = rdzvrun(alone, "--shutdown-timeout=0.3", REPORT, "deaf")
-    (report,) = alone.wait_for_round(0, workers=1)
-    node.process.terminate()
-    assert node.wait() == 128 + signal.SIGTERM
-    assert not alive(report["pid"])
-
-
 def test_the_second_ctrl_c_cuts_the_grace_short(alone: Cluster) -> None:
     node = rdzvrun(alone, "--shutdown-timeout=600", REPORT, "deaf")
     (report,) = alone.wait_for_round(0, workers=1)
@@ -260,50 +160,6 @@ def ctl(c: Cluster, *args: str) -> str:
     ended = c.run("rdzvctl", *args, environ={"RDZV_SERVER": c.endpoint})
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     return ended.stdout
-
-
-def test_rdzvctl_shows_a_running_job(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2", nproc=i) for i in (1, 2)]
-    c.wait_for_round(0, workers=3)
-
-    document = json.loads(ctl(c, "status", JOB, "-o", "json"))
-    assert document["version"] == 1
-    assert {k: document[k] for k in ("rdzv_id", "state", "round", "min_nodes", "max_nodes")} == {
-        "rdzv_id": JOB,
-        "state": "running",
-        "round": 0,
-        "min_nodes": 2,
-        "max_nodes": 2,
-    }
-    assert (document["world_size"], document["restarts"], document["max_restarts"]) == (3, 0, 3)
-    assert document["run"] == c.status().run
-    assert document["reason"]["headline"] == "2 nodes and 3 workers run round 0"
-    keys = ("node_id", "state", "group_rank", "rank_first", "local_world_size", "address")
-    assert [tuple(node[k] for k in keys) for node in document["nodes"]] == [
-        ("n1", "seated", 0, 0, 1, "127.0.0.1"),
-        ("n2", "seated", 1, 1, 2, "127.0.0.1"),
-    ]
-
-    text = ctl(c, "status", JOB)
-    for word in (JOB, "running", "2 nodes and 3 workers run round 0", "n1", "n2", "0 of 3"):
-        assert word in text, text
-    assert JOB in ctl(c, "list")
-    (row,) = json.loads(ctl(c, "list", "-o", "json"))["jobs"]
-    assert (row["rdzv_id"], row["state"]) == (JOB, "running")
-    history = json.loads(ctl(c, "events", JOB, "-o", "json"))
-    assert history["rdzv_id"] == JOB
-    assert any("round 0 complete: n1=0 n2=1..2" in event["text"] for event in history["events"])
-    text = ctl(c, "events", JOB)
-    assert "round 0 complete: n1=0 n2=1..2, world_size 3" in text
-    assert len(ctl(c, "events", JOB, "-n", "1").splitlines()) < len(text.splitlines())
-
-    c.finish()
-    assert [node.wait() for node in nodes] == [0, 0]
-    document = json.loads(ctl(c, "status", JOB, "-o", "json"))
-    assert (document["state"], document["reason"]["headline"]) == (
-        "succeeded",
-        "all workers exited 0",
-    )
 
 
 # ------------------------------------------------------------------ rdzv-agent

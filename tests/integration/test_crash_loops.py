@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from cluster import JOB, Cluster, cluster
-
-from rdzv.errors import RendezvousError
-from rdzv.view.answers import JobStatus
 
 LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0", "--restart-on=3,4")
 
@@ -19,20 +15,6 @@ LOOP = ("--max-restarts=50", "--no-progress-restarts=2", "--restart-backoff=0", 
 def c(tmp_path: Path) -> Iterator[Cluster]:
     with cluster(tmp_path) as made:
         yield made
-
-
-def await_status(c: Cluster, what: str, holds: Callable[[JobStatus], bool]) -> JobStatus:
-    """Wait for a state of the job, which is unknown at first."""
-
-    def reached() -> JobStatus | None:
-        with contextlib.suppress(RendezvousError):
-            status = c.status()
-            return status if holds(status) else None
-        return None
-
-    status = c.wait_until(what, reached)
-    assert isinstance(status, JobStatus)
-    return status
 
 
 def script(c: Cluster, text: str) -> str:
@@ -82,33 +64,3 @@ def test_a_snapshot_that_changes_is_progress_and_one_that_does_not_is_none(c: Cl
     assert node.wait() == 93
     assert "none of 2 restarts in a row moved it on" in node.text
     assert c.status().restarts == 4
-
-
-def test_a_crash_loop_backs_off_and_says_so_while_it_waits(c: Cluster) -> None:
-    train = script(c, "raise SystemExit(3)")
-    loop = ("--max-restarts=5", "--restart-backoff=600")
-    node = c.start_node("n1", *loop, nnodes="1", worker=train)
-    said = "backs off 10 min 0 s before restart 2 of 5: 2 rounds in a row failed soon"
-    await_status(c, "it backs off", lambda job: said in job.reason.line)
-    c.wait_until("the node says so", lambda: said in node.text)
-    assert c.run("rdzvctl", f"--server={c.endpoint}", "stop", JOB).returncode == 0
-    assert node.wait() == 1
-
-
-def test_a_preemption_that_is_one_too_many_fails_the_job_with_its_cause(c: Cluster) -> None:
-    options = ("--max-preemptions=1", "--rdzv-conf=last_call_timeout=0")
-    nodes = [c.start_node(f"n{i}", *options, nnodes="1:3") for i in (1, 2, 3)]
-    first, second = nodes[1], nodes[2]
-    await_status(c, "three train", lambda job: (job.state, job.world_size) == ("running", 3))
-    first.kill_tree()
-    status = await_status(
-        c, "two train on", lambda job: (job.state, job.world_size) == ("running", 2)
-    )
-    assert status.budgets is not None
-    assert (status.budgets.preemptions, status.budgets.max_preemptions) == (1, 1)
-    second.kill_tree()
-    assert nodes[0].wait() == 1
-    reason = c.status().reason.headline
-    assert reason.startswith("node lost: n3: ")
-    assert reason.endswith("; preemptions spent: 1 of 1")
-    assert reason in nodes[0].text

@@ -189,16 +189,6 @@ def test_a_cordoned_node_gets_nothing_until_it_is_uncordoned(t: Typist) -> None:
     assert "n9" in unknown.stderr
 
 
-def test_what_a_node_can_not_run_is_told_by_its_reason(t: Typist) -> None:
-    t.agent("n1")
-    t.says("submit", "--rdzv-id=lost", "--chdir=/no/such/folder", REPORT)
-    t.cluster.wait_until("it is declined", lambda: t.job("lost")["submission"]["declined"])
-    (declined,) = t.job("lost")["submission"]["declined"]
-    assert declined["node_id"] == "n1"
-    assert "/no/such/folder" in declined["reason"]
-    assert "declined     n1: " in t.says("status", "lost")
-
-
 def test_a_job_file_and_what_the_line_adds(t: Typist) -> None:
     t.agent("n1", 'gpus = "GPU-a,GPU-b,GPU-c"\n')
     folder = t.cluster.folder / "gpt"
@@ -218,18 +208,3 @@ def test_a_job_file_and_what_the_line_adds(t: Typist) -> None:
     t.cluster.finish()
     assert t.says("wait", "night").startswith("night has succeeded")
     assert (folder / "logs").is_dir()
-
-
-def test_a_server_that_restarts_disturbs_nobody_who_follows(t: Typist) -> None:
-    t.agent("n1")
-    following = t.begins("submit", "--follow", "--rdzv-id=night", REPORT, "say=x")
-    assert following.stdout is not None
-    assert following.stdout.readline() == "[rank 0] x\n"
-    t.cluster.kill_server()
-    t.cluster.start_server()
-    t.cluster.wait_until("n1 is back", lambda: t.nodes()["n1"]["state"] == "connected")
-    t.cluster.finish()
-    # Readline may have read ahead into the buffer of stdout, which communicate() ignores.
-    rest = following.stdout.read()
-    assert following.wait(120) == 0, (rest, following.stderr.read() if following.stderr else None)
-    assert rest == "[rank 0] x\n"

@@ -5,7 +5,6 @@ Each node is a separate agent with its own state; GPUs are names without devices
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import uuid
@@ -162,19 +161,6 @@ def test_a_submitted_job_runs_where_it_was_submitted_from_and_leaves_the_node_fr
     assert "hello" not in agent.text
 
 
-def test_two_jobs_run_at_once_and_the_end_of_one_leaves_the_other_alone(d: Daemons) -> None:
-    d.start("n1", 'capacity = 2\ngpus = "none"\n')
-    d.submit("good", *worker())
-    d.submit("bad", *worker())
-    (good,), (bad,) = d.reports("good", 1), d.reports("bad", 1)
-    os.kill(bad["pid"], signal.SIGKILL)
-    d.until_state("bad", "failed")
-    d.until("bad is gone", lambda: d.node("n1")["jobs"] == {"good": "seated"})
-    assert alive(good["pid"])
-    d.cluster.finish()
-    d.until_state("good", "succeeded")
-
-
 def test_a_job_that_is_scaled_down_gives_its_node_back(d: Daemons) -> None:
     for name in ("n1", "n2"):
         d.start(name)
@@ -315,30 +301,6 @@ def test_the_next_agent_starts_no_job_while_workers_that_it_can_not_adopt_are_le
     d.until_state("job-1", "succeeded")
 
 
-def test_a_stopped_job_leaves_the_node_free(d: Daemons) -> None:
-    d.start("n1")
-    run = d.submit("job-1", *worker())
-    (report,) = d.reports("job-1", 1)
-    with d.client() as client:
-        client.stop("job-1", run, "no use any more")
-    d.until_state("job-1", "stopped")
-    d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
-    assert not alive(report["pid"])
-
-
-def test_a_server_that_dies_and_comes_back_disturbs_no_job_and_no_agent(d: Daemons) -> None:
-    d.start("n1")
-    d.submit("job-1", *worker())
-    (report,) = d.reports("job-1", 1)
-    d.cluster.kill_server()
-    d.cluster.start_server()
-    d.until("n1 is back", lambda: d.node("n1").get("jobs") == {"job-1": "seated"})
-    assert alive(report["pid"])
-    d.cluster.finish()
-    d.until_state("job-1", "succeeded")
-    assert len(d.reports("job-1", 1)) == 1
-
-
 # ------------------------------------------------------------------ the configuration
 
 
@@ -367,31 +329,8 @@ def test_a_reload_says_what_it_changes_and_disturbs_no_job(d: Daemons) -> None:
     d.until_state("job-1", "succeeded")
 
 
-def test_events_can_be_logged_as_json_one_a_line(d: Daemons) -> None:
-    agent = d.start("n1", 'gpus = "none"\nlog_format = "json"\n')
-    d.submit("job-1", *worker("exit=0", "say=hello"))
-    d.until_state("job-1", "succeeded")
-    d.until("the node is free", lambda: d.node("n1")["jobs"] == {})
-    d.cluster.wait_for_text(agent, "ended on this node: the job has succeeded")
-    whole, _, _ = agent.text.rpartition("\n")
-    messages = [json.loads(line)["message"] for line in whole.splitlines()]
-    assert "job-1: placed here (run" in "\n".join(messages)
-    assert "job-1: ended on this node: the job has succeeded" in "\n".join(messages)
-
-
 def test_two_agents_do_not_share_a_state_directory(d: Daemons) -> None:
     d.start("n1")
     ended = d.cluster.run("rdzv-agent", "--config", str(d.config("n1", 'gpus = "none"\n')))
     assert ended.returncode == 2
     assert f"`state_dir` = '{d.folder / 'n1'}' is in use by rdzv-agent pid " in ended.stderr
-
-
-def test_what_is_in_effect_can_be_printed_and_read_again(d: Daemons) -> None:
-    path = d.config("n1", 'gpus = "none"\n[labels]\ngpu = "h100"\n')
-    printed = d.cluster.run("rdzv-agent", "--config", str(path), "--print-config")
-    assert printed.returncode == 0, printed
-    again = d.folder / "again.toml"
-    again.write_text(printed.stdout)
-    checked = d.cluster.run("rdzv-agent", "--config", str(again), "--check-config")
-    assert (checked.returncode, checked.stdout) == (0, f"rdzv-agent: {again} is in order\n")
-    assert json.dumps("h100") in printed.stdout

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import WORKERS, Node, alive, cluster
+from cluster import WORKERS, alive, cluster
 from test_daemon import Daemons
 
 from rdzv.view.answers import JobStatus, NodeStatus
@@ -195,30 +195,6 @@ def test_who_is_undrained_in_time_trains_on(f: Floor) -> None:
     assert alive(one["pid"]) is False
 
 
-def test_a_drained_rdzvrun_leaves_and_says_so(f: Floor) -> None:
-    c = f.cluster
-    nodes: list[Node] = [
-        c.start_node(
-            name,
-            "--notice-signal=none",
-            worker="saving.py",
-            nnodes="1:2",
-            args=(f"snapshot={f.snapshot}", "by=file"),
-        )
-        for name in ("a", "b")
-    ]
-    f.until("both run", lambda: len(c.all_reports()) >= 2)
-    f.says("drain", "a", "--deadline=10m")
-    assert nodes[0].wait() == 75
-    assert "notified the workers that this node is leaving; they have" in nodes[0].text
-    f.until(
-        "the other goes on alone", lambda: c.status().round is not None and c.status().round > 0
-    )
-    assert c.status().restarts == 0
-    c.finish()
-    assert nodes[1].wait() == 0
-
-
 def test_an_rdzvrun_that_is_preempted_lets_its_workers_save_and_leaves(f: Floor) -> None:
     c, word = f.cluster, f.folder / "preempted"
     nodes = [
@@ -248,27 +224,6 @@ def test_an_rdzvrun_that_is_preempted_lets_its_workers_save_and_leaves(f: Floor)
 
 
 # ------------------------------------------------------------------ what the node itself knows
-
-
-def test_a_preempted_node_tells_its_workers_and_the_server(f: Floor) -> None:
-    word = f.folder / "preempted"
-    f.start("n1", f'gpus = "none"\n[preemption]\nfile = "{word}"\n')
-    for name in ("n2", "n3"):
-        f.start(name)
-    f.train("by=file", f"go={f.go}", flags=("--notice-signal=none",))
-    new = f.folder / "new"
-    new.write_text("3600\n")
-    new.rename(word)
-    f.until("n3 is a spare", lambda: f.of_job().get("n3") and f.of_job()["n3"].state == "spare")
-    seen = f.seen("n1")
-    assert (seen.drain, seen.drained_by_operator) == ("draining", False)
-    assert f"n1 (about to leave): preempted ({word}); it leaves in" in str(f.status("job").reason)
-    # No operator can keep it.
-    assert f"n1 is about to leave by itself: preempted ({word})" in f.says("undrain", "n1")
-    f.go.touch()
-    f.until_drained("n1")
-    assert all(r["step"] > 0 for r in f.rounds(1))
-    assert f.succeed().restarts == 0
 
 
 def test_an_agent_that_is_told_to_end_lets_its_workers_save(f: Floor) -> None:

@@ -59,27 +59,6 @@ def test_three_nodes_form_one_round_with_exact_ranks_and_succeed(c: Cluster) -> 
     assert c.status().state == "succeeded"
 
 
-def test_a_node_that_succeeds_early_waits_for_the_others(c: Cluster) -> None:
-    early = c.start_node("n1", nnodes="2", args=("exit=0",))
-    late = c.start_node("n2", nnodes="2")
-    c.wait_for_round(0, workers=2)
-    c.wait_until("n1 has succeeded", lambda: "succeeded" in [n.state for n in c.status().nodes])
-    assert early.process.poll() is None
-    c.finish()
-    assert exit_codes([early, late]) == [0, 0]
-
-
-def test_a_failure_before_the_last_success_restarts_all(c: Cluster) -> None:
-    nodes = [
-        c.start_node("n1", "--max-restarts=1", nnodes="2", args=("exit=0",)),
-        c.start_node("n2", "--max-restarts=1", nnodes="2", args=("fail-first",)),
-    ]
-    reports = c.wait_for_round(1, workers=2)
-    assert [r["TORCHELASTIC_RESTART_COUNT"] for r in reports] == ["1", "1"]
-    c.finish()
-    assert exit_codes(nodes) == [0, 0]
-
-
 def test_pings_notice_a_machine_that_stands_still_before_its_lease_ends(tmp_path: Path) -> None:
     """With thousands of nodes leases are long, and gRPC answers pings by itself."""
     settings = tmp_path / "rdzvd.toml"
@@ -145,28 +124,6 @@ def test_a_killed_node_costs_no_restart_though_its_peers_fail_at_once(c: Cluster
     assert exit_codes(nodes[1:]) == [0, 0]
 
 
-def test_below_min_nodes_the_job_waits_and_says_for_whom(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
-    c.wait_for_round(0, workers=2)
-    nodes[1].kill_tree()
-    status = c.wait_for_state("joining")
-    assert "waiting for 1 more node (have 1 of 2:2)" in str(status.reason)
-    assert "n2 (lost)" in str(status.reason)
-    c.start_node("n3", nnodes="2")
-    assert [r["GROUP_RANK"] for r in c.wait_for_round(1, workers=2)] == ["0", "1"]
-
-
-def test_join_timeout_ends_with_75_and_says_who_was_there(c: Cluster) -> None:
-    for seconds in (1, 4, 16, 64):
-        node = c.start_node("n1", f"--rdzv-conf=join_timeout={seconds}", nnodes="2")
-        assert node.wait() == 75
-        # The time counts from the start: on a busy machine it may end before the node has joined.
-        if "no server admitted this node within" not in node.text:
-            break
-    assert "1 of 2:2 nodes; there: n1" in node.text
-    assert c.status().state == "failed"
-
-
 # ------------------------------------------------------------------ coming and going
 
 
@@ -178,21 +135,6 @@ def test_a_node_that_gets_sigterm_leaves_and_lets_its_workers_save(c: Cluster) -
     assert nodes[2].wait() == 128 + signal.SIGTERM
     assert saved.read_text() == "saved"
     c.wait_for_round(1, workers=2)
-
-
-def test_the_others_go_on_without_a_node_that_left_and_spend_nothing(c: Cluster) -> None:
-    """RANK 0's node leaves while its peers are connected: they fail, and are not charged."""
-    nodes = start_three(c, worker="joined.py")
-    first = c.wait_for_round(0, workers=3)
-    nodes[0].process.send_signal(signal.SIGTERM)
-    second = c.wait_for_round(1, workers=2)
-    assert [r["RANK"] for r in second] == ["0", "1"]
-    assert second[0]["MASTER_PORT"] != first[0]["MASTER_PORT"]
-    status = c.wait_for_state("running")
-    assert status.restarts == 0
-    assert {n.node_id: n.state for n in status.nodes}["n1"] == "left"
-    c.finish()
-    assert exit_codes(nodes[1:]) == [0, 0]
 
 
 def test_a_late_node_is_taken_in_by_one_free_restart(c: Cluster) -> None:
@@ -221,24 +163,6 @@ def test_a_spare_takes_the_seat_of_a_lost_node_and_ends_with_the_job(c: Cluster)
     assert c.status().restarts == 0
     c.finish()
     assert exit_codes([nodes[1], spare]) == [0, 0]
-
-
-def test_a_spare_that_was_never_seated_exits_with_success(c: Cluster) -> None:
-    c.start_node("n1", nnodes="1")
-    c.wait_for_round(0, workers=1)
-    spare = c.start_node("n2", nnodes="1")
-    c.wait_until("n2 is a spare", lambda: "spare" in [n.state for n in c.status().nodes])
-    c.finish()
-    assert spare.wait() == 0
-
-
-def test_when_all_nodes_leave_the_job_is_stopped(c: Cluster) -> None:
-    nodes = [c.start_node(f"n{i}", nnodes="2") for i in (1, 2)]
-    c.wait_for_round(0, workers=2)
-    for node in nodes:
-        node.process.send_signal(signal.SIGINT)
-    assert exit_codes(nodes) == [130, 130]
-    assert c.status().state == "stopped"
 
 
 # ------------------------------------------------------------------ the store
@@ -279,23 +203,6 @@ def test_where_no_store_host_can_run_rank_0s_worker_serves_the_store(c: Cluster)
 # ------------------------------------------------------------------ the control plane
 
 
-def test_killing_and_restarting_the_server_restarts_no_worker(c: Cluster) -> None:
-    nodes = start_three(c)
-    first = c.wait_for_round(0, workers=3)
-    for _ in range(3):
-        c.kill_server()
-        c.start_server()
-
-        def all_seated() -> bool:
-            return [n.state for n in c.status().nodes] == ["seated"] * 3
-
-        c.wait_until("all are seated again", all_seated)
-    assert all(alive(r["pid"]) for r in first)
-    assert len(c.all_reports()) == 3
-    c.finish()
-    assert exit_codes(nodes) == [0, 0, 0]
-
-
 def test_a_worker_that_fails_while_the_server_is_away_is_charged_when_it_is_back(
     c: Cluster,
 ) -> None:
@@ -307,25 +214,6 @@ def test_a_worker_that_fails_while_the_server_is_away_is_charged_when_it_is_back
     c.start_server()
     second = c.wait_for_round(1, workers=3)
     assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"1"}
-
-
-def test_success_while_the_server_is_away_is_not_lost(c: Cluster) -> None:
-    nodes = start_three(c)
-    c.wait_for_round(0, workers=3)
-    c.kill_server()
-    c.finish()
-    c.wait_until("all workers are gone", lambda: not any(n.workers() for n in nodes))
-    c.start_server()
-    assert exit_codes(nodes) == [0, 0, 0]
-
-
-def test_nothing_of_a_job_outlives_its_agent(c: Cluster) -> None:
-    node = c.start_node("n1", nnodes="1", nproc=2, args=("child",))
-    c.wait_for_round(0, workers=2)
-    below = node.descendants()
-    assert len(below) >= 5, "runner, two workers, two grandchildren"
-    node.process.kill()
-    c.wait_until("all are gone", lambda: not any(alive(pid) for pid in below))
 
 
 def test_the_job_goes_on_without_a_node_whose_runner_was_killed(c: Cluster) -> None:

@@ -176,17 +176,6 @@ async def test_a_member_that_is_stopped_is_noticed(
         member.signal(signal.SIGCONT)
 
 
-async def test_after_a_restart_of_all_members_everything_is_there(
-    cluster: EtcdCluster, config: EtcdConfig
-) -> None:
-    async with writing(config) as (writer, _):
-        for member in cluster.members:
-            member.kill()
-        for member in cluster.members:
-            member.start()
-        await writer.writes()
-
-
 async def test_without_a_majority_leadership_ends_and_begins_anew_with_it(
     cluster: EtcdCluster, config: EtcdConfig
 ) -> None:

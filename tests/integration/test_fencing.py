@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,23 +100,6 @@ def test_a_node_behind_a_black_hole_has_no_worker_left_when_the_other_is_seated_
     end_well(c, near, far)
 
 
-def test_a_seat_is_kept_until_the_fence_though_its_stream_has_ended(
-    c: Cluster, link: TcpProxy
-) -> None:
-    """Without a fence, the end of a foreground agent's stream saves a quarter of a second."""
-    near, far = start_two(c, link)
-    cut_off = worker_of(c.wait_for_round(0, workers=2), group_rank=1)
-    cut_s = time.monotonic()
-    link.cut()
-    c.wait_for_event("NodeWentAway", "n2")
-    wait_for_seats(c, 1)
-    assert not alive(cut_off)
-    assert time.monotonic() - cut_s >= FENCE_S + 1
-    link.restore()
-    wait_for_both(c)
-    end_well(c, near, far)
-
-
 def test_a_stopped_agent_is_fenced_by_its_runner(c: Cluster, link: TcpProxy) -> None:
     """When it resumes, it does not start what it was sent meanwhile."""
     near, far = start_two(c, link)
@@ -166,40 +148,6 @@ def test_who_is_back_right_behind_its_fence_is_the_reason_why_the_others_broke(
     link.reset()
     wait_for_both(c)
     end_well(c, near, far)
-
-
-# ------------------------------------------------------------------ not cut off
-
-
-def test_a_link_that_is_back_before_the_fence_disturbs_nobody(c: Cluster, link: TcpProxy) -> None:
-    # So late that a busy machine has time to reconnect before it.
-    later_s = LEASE_S - 1
-    near, far = start_two(c, link, fence_s=later_s)
-    workers = [r["pid"] for r in c.wait_for_round(0, workers=2)]
-    link.black_hole()
-    time.sleep(1)  # The interruption has to last some time.
-    link.restore()
-    link.reset()
-    time.sleep(later_s)  # Its fence would have come by now.
-    assert all(map(alive, workers))
-    assert c.status().round == 0
-    end_well(c, near, far)
-
-
-def test_a_node_that_has_succeeded_is_not_fenced(c: Cluster, link: TcpProxy) -> None:
-    """It has no workers, and its success stands."""
-    near = c.start_node("n1", FENCE, nnodes="2")
-    far = c.start_node(
-        "n2", FENCE, f"--rdzv-endpoint={link.endpoint}", nnodes="2", args=("exit=0",)
-    )
-    [mine, _] = c.wait_for_round(0, workers=2)
-    c.wait_until("n2 has succeeded", lambda: "succeeded" in [n.state for n in c.status().nodes])
-    link.cut()
-    c.wait_until("the server gives it up", lambda: "n2 was lost" in c.server_log)
-    link.restore()
-    assert alive(mine["pid"])
-    end_well(c, near, far)
-    assert "fenced" not in far.text
 
 
 # ------------------------------------------------------------------ refused

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from file_server import serving
 
 from rdzv.agent.system.error_files import read_error
-
-
-def test_who_asks_a_server_that_hangs_waits_until_it_goes_on(tmp_path: Path) -> None:
-    with serving(tmp_path / "remote") as server:
-        script = server.path / "folder" / "script.py"
-        script.parent.mkdir()
-        script.write_text("print('here')\n")
-        server.hang()
-        asking = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
-        with pytest.raises(subprocess.TimeoutExpired):
-            asking.wait(0.3)
-        server.go_on()
-        assert asking.communicate(timeout=60)[0] == b"here\n"
-
-
-def test_its_clock_is_its_own(tmp_path: Path) -> None:
-    with serving(tmp_path / "remote", clock_ahead_s=3_600) as server:
-        file = server.path / "file"
-        file.write_text("x")
-        assert file.stat().st_mtime == pytest.approx(time.time() + 3_600, abs=60)
 
 
 @pytest.mark.parametrize("ahead_s", [-3_600, 0, 3_600])

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from cluster import JOB, Cluster, alive
 
-from rdzv.client import ControlClient, parse_endpoints
-
 
 def stacks(c: Cluster, *options: str) -> dict[str, Any]:
     done = c.run("rdzvctl", "--server", c.endpoint, "stacks", JOB, "-o", "json", *options)
@@ -59,24 +57,6 @@ def test_what_two_nodes_are_doing_one_of_them_warm(c: Cluster) -> None:
     assert "has no workers now" in refused.stderr
 
 
-def test_a_node_whose_agent_does_not_answer_is_named(c: Cluster) -> None:
-    # Long enough that it is not given up before the request.
-    config = c.folder / "rdzvd.toml"
-    config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
-    c.kill_server()
-    c.start_server(f"--config={config}")
-    c.start_node("n1", worker="steps.py", nnodes="2")
-    held_up = c.start_node("n2", worker="steps.py", nnodes="2")
-    c.wait_for_round(0, workers=2)
-    held_up.process.send_signal(signal.SIGSTOP)
-    try:
-        found = stacks(c)
-    finally:
-        held_up.process.send_signal(signal.SIGCONT)
-    assert [node["node_id"] for node in found["silent"]] == ["n2"]
-    assert [one["node_id"] for one in found["stacks"]] == ["n1"]
-
-
 def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> None:
     for name in ("n1", "n2"):
         options = ("--max-restarts=1", "--hang-timeout=5", "--rdzv-conf=failure_stop_timeout=1")
@@ -110,49 +90,6 @@ def test_a_worker_that_hangs_ends_its_round_and_the_job_goes_on(c: Cluster) -> N
     (node,) = {n.name for n in c.nodes if n.name == cause.node_id}
     log = next(n.text for n in c.nodes if n.name == node)
     assert f"RANK 1 (pid {hung}) hangs: no progress reported for " in log
-
-
-def test_a_hang_that_the_server_could_not_hear_of_is_told_when_it_is_back(c: Cluster) -> None:
-    node = c.start_node("n1", "--hang-timeout=3", worker="steps.py", nnodes="1", nproc=2)
-    reports = c.wait_for_round(0, workers=2)
-    c.wait_until("both have steps", lambda: len(c.status().progress) == 2)
-    c.kill_server()
-    os.kill(reports[0]["pid"], signal.SIGSTOP)
-    c.wait_until("the agent has seen it", lambda: " hangs: no progress" in node.text)
-    assert alive(reports[0]["pid"])
-    c.start_server()
-    assert node.wait() == 1
-    assert "hung: RANK 0 stopped by a signal, in " in node.text
-    assert "; RANK 1 in " in node.text
-    assert "  local_rank 0: SIGKILL\n  local_rank 1: SIGTERM\n" in node.text
-    failed = c.wait_for_state("failed")
-    assert failed.last_failure is not None
-    assert failed.last_failure.root_cause.rank == 0
-
-
-def test_a_worker_that_is_slow_for_a_while_is_named_until_it_has_caught_up(c: Cluster) -> None:
-    config = c.folder / "rdzvd.toml"
-    config.write_text("progress.straggler_after = 1\n")
-    c.kill_server()
-    c.start_server(f"--config={config}")
-    c.start_node("n1", worker="steps.py", args=("slow=2",), nnodes="1", nproc=4)
-    c.wait_for_round(0, workers=4)
-    (found,) = c.wait_until("one straggles", lambda: c.status().stragglers)
-    assert found.rank == 2
-    assert found.step_s > 2 * found.median_s
-    text = c.run("rdzvctl", "--server", c.endpoint, "status", JOB).stdout
-    assert "straggling   RANK 2 (" in text
-
-    def named() -> list[str]:
-        with ControlClient(parse_endpoints(c.endpoint)) as client:
-            return [e.name for e in client.events(JOB) if e.name.startswith("Rank")]
-
-    assert named() == ["RankStraggles"]
-    (c.folder / "hurry").touch()
-    c.wait_until("it has caught up", lambda: not c.status().stragglers)
-    assert named() == ["RankStraggles", "RankCaughtUp"]
-    c.finish()
-    assert c.nodes[0].wait() == 0
 
 
 @pytest.mark.slow

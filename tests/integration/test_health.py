@@ -93,28 +93,6 @@ STILL = "command sh exited 1: its fan stands still"
 UNWELL = f"unhealthy: {STILL}"
 
 
-def test_a_node_that_is_not_well_gets_no_job_says_why_and_is_used_when_it_heals(
-    d: Daemons,
-) -> None:
-    lines = check(d, "n2")
-    (d.folder / "n2 is well").unlink()
-    d.start("n1")
-    agent = d.start("n2", lines)
-    d.cluster.wait_for_text(
-        agent, "this node is unhealthy: command sh exited 1: its fan stands still"
-    )
-    d.submit("job-1", "--nnodes=2", *worker("exit=0"))
-    d.until("job-1 says so", lambda: f"n2 (unhealthy): {STILL}" in ctl(d, "status", "job-1"))
-    assert UNWELL in ctl(d, "nodes")
-    shown = ctl(d, "nodes", "n2")
-    assert "unhealthy" in shown.splitlines()[0] and "its fan stands still" in shown
-    # It is retried, without any request.
-    (d.folder / "n2 is well").touch()
-    d.until_state("job-1", "succeeded")
-    assert d.node("n2")["node"].unhealthy is None
-    d.cluster.wait_for_text(agent, "this node is healthy again")
-
-
 def test_a_node_that_is_not_well_after_a_failure_leaves_and_a_free_one_takes_its_seat(
     d: Daemons,
 ) -> None:

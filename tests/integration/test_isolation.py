@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +37,6 @@ def test_no_program_of_ours_has_torch_in_memory_while_a_job_runs(c: Cluster) -> 
     assert [maps_torch(pid) for pid in ours] == [False] * len(ours)
     c.finish()
     assert [node.wait(), agent.wait()] == [0, 0]
-
-
-def test_standalone_with_its_own_server_has_no_torch_in_memory(tmp_path: Path) -> None:
-    c = Cluster(tmp_path)
-    try:
-        node = c.start("n1", [str(BIN / "rdzvrun"), "--standalone", REPORT])
-        c.wait_for_round(0, workers=1)
-        assert not maps_torch(node.process.pid)
-        c.finish()
-        assert node.wait() == 0
-    finally:
-        c.stop()
-
-
-def test_rdzvctl_imports_no_torch(c: Cluster) -> None:
-    c.finish()
-    assert c.start_node("n1", nnodes="1").wait() == 0
-    command = [sys.executable, "-X", "importtime", "-m", "rdzv.ctl", "status", JOB]
-    environ = {**c.environ(), "RDZV_SERVER": c.endpoint}
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=environ, timeout=60, check=True
-    )
-    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "rdzv.client" in imported
-    assert not {name for name in imported if name.split(".")[0] == "torch"}
-    assert "succeeded" in ended.stdout
 
 
 def test_the_users_own_modules_do_not_shadow_ours(c: Cluster) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster import BIN, JOB, Cluster, Node, fork
-from test_torchrun_plugin import words
 
 
 class Reading:
@@ -81,28 +80,6 @@ def test_one_rank_is_followed_over_a_restart_of_the_worker_group(c: Cluster) -> 
     assert [node.wait() for node in nodes] == [0, 0]
 
 
-def test_all_ranks_of_this_round_and_the_one_before(c: Cluster) -> None:
-    start(c, "n1", "n2", nnodes="2", nproc=2)
-    c.wait_for_round(0, workers=4)
-    assert ctl(c, "restart", JOB)[0] == 0
-    c.wait_for_round(1, workers=4)
-    code, out, err = ctl(c, "logs", JOB)
-    assert (code, err) == (0, "")
-    everyone = [
-        f"[rank {rank}] {text} of {rank} in 1" for rank in range(4) for text in ("err", "out")
-    ]
-    assert sorted(out.splitlines()) == everyone
-    code, out, err = ctl(c, "logs", JOB, "--round=0", "--rank=3", "--stderr")
-    assert (code, out, err) == (0, "err of 3 in 0\n", "")
-    code, out, err = ctl(c, "logs", JOB, "--rank=4")
-    assert code == 1
-    assert "has no RANK 4 in round 1; its RANKs are 0 to 3" in err
-    code, out, err = ctl(c, "logs", JOB, "--round=7")
-    assert code == 1
-    assert "has had no round 7" in err
-    assert ctl(c, "logs", "nobody")[0] == 1
-
-
 def test_of_nodes_that_have_gone_it_says_where_their_logs_are(c: Cluster) -> None:
     n1, n2 = start(c, "n1", "n2", nnodes="1:2")
     c.wait_for_round(0, workers=2)
@@ -134,15 +111,6 @@ def test_what_goes_to_the_console_alone_is_said_to_be_there(c: Cluster) -> None:
     assert (code, out) == (1, "")
     assert "goes to the console of its rdzvrun and to no file" in err
     assert "--redirects=3" in err
-
-
-def test_of_torchruns_own_workers_it_says_who_has_their_logs(c: Cluster) -> None:
-    c.start("n1", [str(BIN / "torchrun"), *words(c, "n1", nnodes="1")])
-    c.wait_for_round(0, workers=1)
-    for follow in ((), ("-f",)):
-        code, out, err = ctl(c, "logs", JOB, *follow)
-        assert (code, out) == (1, "")
-        assert "its workers are torchrun's, which sends no logs" in err
 
 
 def test_following_goes_on_over_a_restart_of_the_server_and_misses_nothing(c: Cluster) -> None:
@@ -203,17 +171,3 @@ def memory(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(pid)
-
-
-def test_a_job_that_has_ended_is_forgotten_and_no_other(c: Cluster) -> None:
-    (node,) = start(c, "n1", nnodes="1")
-    c.wait_for_round(0, workers=1)
-    code, _, err = ctl(c, "forget", JOB)
-    assert code == 1
-    assert "rdzvctl stop" in err
-    c.finish()
-    assert node.wait() == 0
-    c.wait_for_state("succeeded")
-    assert ctl(c, "forget", JOB)[:2] == (0, f"{JOB} is forgotten\n")
-    assert ctl(c, "status", JOB)[0] == 1
-    assert ctl(c, "forget", JOB)[0] == 1

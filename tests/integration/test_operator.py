@@ -80,14 +80,6 @@ def test_watch_shows_every_state_until_the_end_also_over_a_restart_of_the_server
     assert node.wait() == 0
 
 
-def test_one_server_alone_leads(c: Cluster) -> None:
-    code, text = ctl(c, "servers", "-o", "json")
-    assert code == 0
-    (server,) = json.loads(text)["servers"]
-    assert (server["address"], server["leads"]) == (c.endpoint, True)
-    assert server["store"].endswith("(sqlite)")
-
-
 def test_a_wait_notices_that_its_server_is_stopped(c: Cluster) -> None:
     """It would have waited for ever, had the machine of the server been lost."""
     node = c.start_node("n1", nnodes="1")

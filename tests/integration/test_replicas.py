@@ -57,26 +57,6 @@ def test_who_asks_while_the_leader_is_killed_waits_for_the_next(c: Replicas) -> 
     assert found.stdout.startswith("no jobs at ")
 
 
-def test_a_training_goes_on_when_the_leader_is_killed_and_when_it_comes_back(c: Replicas) -> None:
-    nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2") for i in (1, 2)]
-    before = c.wait_for_round(0, workers=2)
-    for _ in range(2):
-        leader = c.wait_for_leader()
-        assert leader.leadership is not None
-        c.kill_replica(leader.address)
-        c.start_replica(leader.address)
-        c.wait_for_leader(above=leader.leadership)
-        status = c.wait_for_state("running")
-        c.wait_until("nobody is away", lambda: states(c) == {"seated"})
-        assert (status.round, status.restarts) == (0, 0)
-        assert all(alive(int(report["pid"])) for report in before)
-    os.kill(int(before[0]["pid"]), signal.SIGKILL)
-    after = c.wait_for_round(1, workers=2)
-    assert {report["TORCHELASTIC_RESTART_COUNT"] for report in after} == {"1"}
-    c.finish()
-    assert [node.wait() for node in nodes] == [0, 0]
-
-
 def test_three_servers_are_restarted_one_by_one_while_workers_fail(c: Replicas) -> None:
     """Each failure spends one restart and is in the history; rdzvctl hears the end of the job."""
     nodes = [c.start_node(f"n{i}", "--max-restarts=3", nnodes="2") for i in (1, 2)]

@@ -238,14 +238,6 @@ async def test_a_signal_reaches_the_worker_and_nothing_that_it_has_started(
     assert saved.exists()
 
 
-async def test_who_is_notified_of_another_round_hears_nothing(node: Node) -> None:
-    (pid,) = await node.start(3, node.python("import signal\nsignal.pause()"))
-    for number in (2, 4):
-        node.link.ask(NotifyWorkers(number, signal.SIGTERM))
-    node.link.ask(NotifyWorkers(3, signal.SIGUSR1))
-    assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
-
-
 IGNORE_SIGTERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -274,14 +266,6 @@ async def test_a_second_stop_shortens_the_grace_and_never_lengthens_it(
     assert count.read_text() == "x"
 
 
-async def test_other_signals_can_stop_a_round(node: Node) -> None:
-    pids = await node.start(0, node.spec("sleep", "1000"), node.spec("sleep", "9", local_rank=1))
-    node.link.ask(StopWorkers(0, FOR_EVER_MS, signal.SIGUSR1))
-    await node.heard(WorkersGone, round=0)
-    for pid in pids:
-        assert (await node.heard(WorkerExited, pid=pid)).signal == signal.SIGUSR1
-
-
 async def test_descendants_are_left_alone_until_the_stop_and_gone_after_it(node: Node) -> None:
     await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "leave"))
     assert (await node.heard(WorkerExited)).exit_code == 0
@@ -290,13 +274,6 @@ async def test_descendants_are_left_alone_until_the_stop_and_gone_after_it(node:
     await node.stop(0)
     assert marked(node.mark) == []
     assert not any(map(state_of, pids))
-
-
-async def test_descendants_of_a_worker_that_stays_are_gone_after_a_stop(node: Node) -> None:
-    await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"))
-    await until((node.folder / "ready").exists)
-    await node.stop(0, grace_ms=50)
-    assert marked(node.mark) == []
 
 
 HELPER = """
@@ -471,16 +448,6 @@ print(*map(ascii, said), file=sys.stderr)
     assert err.read_text() == "b'\\xff\\xc3\\xa4' b'\\xff\\xc3\\xa4' 4\n" * 2
 
 
-async def test_many_large_environments_arrive(node: Node) -> None:
-    large = {f"LARGE_{index}": "x" * 100_000 for index in range(10)}
-    code = "import os; raise SystemExit(sum(map(len, os.environ.values())) < 1_000_000)"
-    specs = [replace(node.python(code, rank), env={**node.env, **large}) for rank in range(4)]
-    await node.start(0, *specs)
-    for rank in range(4):
-        assert (await node.heard(WorkerExited, local_rank=rank)).exit_code == 0
-    await node.stop(0)
-
-
 def no_interpreter(node: Node) -> WorkerSpec:
     script = node.folder / "script"
     script.write_text("#!/nonexistent/python\n")
@@ -556,16 +523,6 @@ async def test_nothing_outlives_the_runners_sigkill(tmp_path: Path) -> None:
         assert line_of(process) == ["swept", "-9", "[]"]
         assert set(marked(node.mark)) <= {process.pid}
         assert process.wait(PATIENCE_S) == 0
-
-
-async def test_kill_ends_everything_and_the_runner_last(node: Node) -> None:
-    node.start_store_host(0, "/bin/cat")  # Fails, but that does not matter here.
-    await node.start(0, node.spec(sys.executable, "-S", SCRIPTS / "tree.py", node.folder, "stay"))
-    await until((node.folder / "ready").exists)
-    node.link.kill()
-    assert (await node.heard(RunnerExited)).exit_code == 0
-    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
-    assert marked(node.mark) == []
 
 
 async def test_the_runner_ignores_signals_that_are_meant_for_workers(node: Node) -> None:

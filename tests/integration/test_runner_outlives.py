@@ -260,38 +260,6 @@ async def test_without_an_agent_in_time_workers_are_stopped_in_order(node: Orpha
     assert bye.exists()
 
 
-async def test_a_worker_that_ignores_that_is_killed_after_the_grace(node: Orphanage) -> None:
-    await node.begin(orphan_timeout_s=0.2, grace_s=0.3)
-    ready = node.folder / "ready"
-    deaf = f"""
-import pathlib, signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path({str(ready)!r}).touch()
-while True:
-    signal.pause()
-"""
-    await node.start(0, node.python(deaf))
-    await until(ready.exists)
-    await node.lose_agent()
-    await node.gone()
-
-
-async def test_a_runner_without_workers_ends_too(node: Orphanage) -> None:
-    await node.begin(orphan_timeout_s=0.2)
-    await node.lose_agent()
-    await node.gone()
-    assert await FoundRunner.meet(node.path) is None
-
-
-async def test_a_stop_goes_on_without_an_agent(node: Orphanage) -> None:
-    await node.begin()
-    await node.start(0, node.spec("sleep", "1000"))
-    node.link.ask(StopWorkers(0, 60_000, signal.SIGTERM))
-    await node.lose_agent()
-    await node.adopt()
-    await node.heard(WorkersGone, round=0)
-
-
 async def test_the_fence_holds_without_an_agent(node: Orphanage) -> None:
     await node.begin()
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
@@ -354,13 +322,6 @@ async def test_a_runner_that_hangs_is_killed_with_all_that_it_has_started(
     node.path.unlink()
 
 
-async def test_the_time_that_it_waits_can_be_changed(node: Orphanage) -> None:
-    await node.begin()
-    node.link.ask(Serve(str(node.path), 0.1, 0.1))
-    await node.lose_agent()
-    await node.gone()
-
-
 async def test_a_socket_that_can_not_be_made_is_said_and_the_runner_ends_with_its_agent(
     node: Orphanage,
 ) -> None:
@@ -371,15 +332,6 @@ async def test_a_socket_that_can_not_be_made_is_said_and_the_runner_ends_with_it
     await node.lose_agent()
     await node.gone()
     assert state_of(pid) == ""
-
-
-async def test_an_adopted_runner_can_be_closed_and_its_end_is_noticed(node: Orphanage) -> None:
-    await node.begin()
-    await node.start(0, node.spec("sleep", "1000"))
-    await node.lose_agent()
-    await node.adopt()
-    await node.link.close(PATIENCE_S)
-    assert await node.heard(RunnerExited) == RunnerExited(0)
 
 
 async def test_its_socket_is_for_its_user_alone(node: Orphanage) -> None:

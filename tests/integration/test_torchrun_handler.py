@@ -34,15 +34,13 @@ from torch.distributed.elastic.utils import store as store_util
 
 from rdzv import errors
 from rdzv.client import Endpoint
-from rdzv.core.events import RoundSettled
-from rdzv.core.model import Cause, JobState, LeaveCause, ScaleUp, Settings
+from rdzv.core.model import JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
 from rdzv.server import wire
-from rdzv.server.security.tls import Tls
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
 from rdzv.torchrun import plugin
-from rdzv.torchrun.conversation import PartPhase, Talk
+from rdzv.torchrun.conversation import Talk
 from rdzv.torchrun.handler import RdzvHandler
 from rdzv.torchrun.plugin_options import KEYS, PluginOptions, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
@@ -51,7 +49,6 @@ from rdzv.torchrun.sync_stream import NodeStream
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
-from rdzv.view.explain import view
 
 RUN = "run-1"
 UNCOUNTED = Settings(2, 3, max_restarts=None, last_call_timeout_ms=5_000)
@@ -108,28 +105,6 @@ def talk_to(port: int, credentials: Credentials = PLAIN) -> Talk:
     return Talk(PluginOptions("job-7", "n1", at, UNCOUNTED, credentials, local_addr="10.0.0.1"))
 
 
-@pytest.mark.parametrize(
-    ("trusts", "trouble"),
-    [("ours", "not an rdzv server, or an older one"), ("others", "is not signed by the CA in")],
-)
-def test_its_stream_is_by_tls(tmp_path: Path, trusts: str, trouble: str) -> None:
-    """A server without that service is reached by clients that trust it; no other is contacted."""
-    trusted = {name: Files(tmp_path / name) for name in ("ours", "others")}
-    tls = Tls(trusted["ours"].server(client_ca=False))
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_secure_port("127.0.0.1:0", tls.grpc_credentials(asks=False))
-    server.start()
-    talk = talk_to(port, Credentials(trusted[trusts].ca))
-    stream = NodeStream(talk)
-    try:
-        stream.open()
-        with talk.news:
-            assert talk.news.wait_for(lambda: trouble in stream.trouble, 60), stream.trouble
-    finally:
-        stream.close(60)
-        server.stop(None).wait()
-
-
 class Listening(RendezvousServicer):
     """Hears Hellos, and ends each stream after its first message."""
 
@@ -170,22 +145,6 @@ def test_its_address_is_that_of_the_connection_that_carries_the_hello(
     finally:
         stream.close(60)
         server.stop(None).wait()
-
-
-def test_since_when_there_is_no_server_does_not_move_while_there_is_none(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    stream = NodeStream(talk_to(9))
-    first_s = stream.apart_since_s
-    stream.note_lost("refused", again=False)
-    assert stream.apart_since_s == first_s
-    stream.apart_since_s = None
-    stream.note_lost("it is gone", again=False)
-    assert stream.apart_since_s is not None
-    assert not caplog.records  # Its successor may answer at once.
-    stream.note_lost("it is gone", again=True)
-    stream.note_lost("it is gone", again=True)
-    assert len(caplog.records) == 1
 
 
 def test_everything_in_rdzv_conf_has_its_effect() -> None:
@@ -241,16 +200,6 @@ def test_what_makes_no_sense_is_refused_with_the_remedy(given: Any, message: str
 # ------------------------------------------------------------------ a job that torch restarts
 
 
-def test_a_torchrun_that_restarts_its_workers_costs_nothing_and_joins_again() -> None:
-    job = running("n1", "n2", settings=UNCOUNTED)
-    job.stopped("n1")
-    job.stopped("n2")
-    assert job.last(RoundSettled).cause is Cause.NODE_LEFT
-    assert (job.job_state, job.round.number) == (JobState.RUNNING, 1)
-    shown = view(job.state, job.now_ms)
-    assert (shown.restarts, shown.max_restarts) == (None, None)
-
-
 def end_with_failure(job: Job, node_id: str) -> None:
     job.fail(node_id)
     job.leave(node_id, job.round.number, LeaveCause.FAILED, "rank 0 failed")
@@ -272,14 +221,6 @@ def test_a_torchrun_that_failed_because_a_node_was_lost_does_not_end_the_job() -
     job.lost("n2")
     job.stopped("n3")
     assert (job.job_state, job.seated) == (JobState.RUNNING, ["n3"])
-
-
-def test_if_all_torchruns_fail_for_a_lost_node_the_job_has_failed() -> None:
-    job = running("n1", "n2", settings=UNCOUNTED)
-    job.lost("n1")
-    end_with_failure(job, "n2")
-    assert job.job_state is JobState.FAILED
-    assert "rank 0 failed" in job.reason
 
 
 def test_a_job_is_launched_by_torchrun_or_by_rdzvrun_not_both() -> None:
@@ -586,90 +527,6 @@ def of_leader(message: pb.ServerMessage) -> pb.ServerMessage:
     return message
 
 
-class LaterClock:
-    """The handler's clock, which the test advances."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-        self.looked = threading.Event()
-
-    def monotonic(self) -> float:
-        if self.ahead_s:
-            self.looked.set()
-        return time.monotonic() + self.ahead_s
-
-
-def test_a_stream_that_is_welcomed_late_does_not_end_for_want_of_a_server(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no server at first; the round is complete after more than join_timeout."""
-    clock, complete = LaterClock(), threading.Event()
-    monkeypatch.setattr(handler_module, "time", clock)
-
-    def script(said: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
-        port = next(said).hello.beliefs[0].join.offer.store_port
-        yield WELCOME
-        complete.wait(60)
-        yield of_leader(line(0, port=port))
-        complete.clear()
-        complete.wait(60)
-
-    with serving(script) as port:
-        endpoints = (Endpoint("127.0.0.1", port()),)
-        handler = RdzvHandler(
-            PluginOptions("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1)
-        )
-
-        def server_comes() -> None:
-            stream = None
-            while stream is None or stream.apart_since_s is None:
-                stream = handler.talk.stream
-            with handler.talk.news:
-                assert handler.talk.news.wait_for(lambda: "refused" in stream.trouble, 60)
-            port()
-            deadline_s = time.monotonic() + 20
-            while stream.apart_since_s is not None and time.monotonic() < deadline_s:
-                time.sleep(0.01)
-            clock.ahead_s = 1000
-            handler.talk.notify()
-            clock.looked.wait(0.2)
-            complete.set()
-
-        helper = threading.Thread(target=server_comes)
-        helper.start()
-        assert handler.next_rendezvous().rank == 0
-        helper.join()
-        complete.set()
-        handler.shutdown()
-
-
-def test_a_stream_that_joins_again_after_join_timeout_has_a_server(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = LaterClock()
-    monkeypatch.setattr(handler_module, "time", clock)
-
-    def script(said: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
-        port = next(said).hello.beliefs[0].join.offer.store_port
-        yield WELCOME
-        yield of_leader(line(0, port=port))
-        for message in said:
-            if message.HasField("join"):
-                yield of_leader(line(1, port=message.join.offer.store_port))
-
-    with serving(script) as port:
-        endpoints = (Endpoint("127.0.0.1", port()),)
-        port()
-        handler = RdzvHandler(
-            PluginOptions("job-7", "n1", endpoints, UNCOUNTED, close_timeout_s=0.1)
-        )
-        handler.next_rendezvous()
-        clock.ahead_s = 1000
-        handler.next_rendezvous()
-        assert os.environ["RDZV_ROUND"] == "1"
-        handler.shutdown()
-
-
 # ------------------------------------------------------------------ the end
 
 
@@ -871,29 +728,6 @@ def test_a_stream_that_was_interrupted_before_it_opened_is_closed_all_the_same()
     stream.close(60)
 
 
-def test_a_stream_that_is_closed_while_it_connects_ends() -> None:
-    closed: list[NodeStream] = []
-
-    class Closes(Credentials):
-        def metadata(self, endpoint: Endpoint) -> Any:
-            stream.close(0, wait=False)
-            closed.append(stream)
-            return super().metadata(endpoint)
-
-    def welcome(messages: Iterator[pb.NodeMessage]) -> Iterator[pb.ServerMessage]:
-        yield WELCOME
-        yield from (WELCOME for _ in messages)
-
-    with serving(welcome) as start:
-        start()
-        stream = NodeStream(talk_to(start(), Closes()))
-        stream.open()
-        (thread,) = (t for t in threading.enumerate() if t.name == "rdzv-stream")
-        thread.join(10)
-        assert closed
-        assert not thread.is_alive()
-
-
 def pipes() -> set[str]:
     """Return the pipes of this process, by unique names."""
     found = set()
@@ -986,11 +820,6 @@ def test_a_watch_that_ends_in_another_thread_leaves_room_for_the_next() -> None:
         thread.join(60)
     assert signal.set_wakeup_fd(-1) == -1
     assert pipes() <= former_pipes
-
-
-def test_a_node_has_no_part_before_it_joins() -> None:
-    talk = talk_to(9)
-    assert (talk.phase, talk.beliefs(), talk.ended) == (PartPhase.APART, [], False)
 
 
 def test_a_new_lease_changes_how_often_the_node_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +22,7 @@ from served import Served, served
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.reason import Reason, ReasonItem
-from rdzv.server.operations.node_operations import NodeOperations
 from rdzv.structs import as_dict, replace
-from rdzv.view.answers import Node
 from rdzv.view.explain import view
 
 DEADLINE_MS = 90_000
@@ -586,29 +584,6 @@ def test_a_job_that_is_not_known_is_told_so(open_page: Open) -> None:
         # It is followed from the moment it exists.
         s.join("nobody", "n9")
         expect(page.locator(".head .chip")).to_have_text("running")
-
-
-def test_one_long_note_leaves_the_other_columns_their_room(
-    open_page: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = NodeOperations.summaries
-
-    def summaries(self: NodeOperations, node_ids: Collection[str] = ()) -> list[Node]:
-        why = "at fault 3 times, last in night: " + "rank 0 on n2 exited with 1 " * 12
-        return [
-            replace(node, quarantine=why) if node.node_id == "n2" else node
-            for node in shown(self, node_ids)
-        ]
-
-    monkeypatch.setattr(NodeOperations, "summaries", summaries)
-    with fleet(open_page) as s:
-        page = open_page(f"{s.url}/#/nodes")
-        row = page.locator("tbody tr").filter(has_text="n1")
-        expect(page.locator("tbody tr").first).to_contain_text("quarantined: at fault 3 times")
-        height = row.evaluate("row => row.getBoundingClientRect().height")
-        assert height < 40, "a line of another node is wrapped"
-        note = page.locator("td.why").first.evaluate("cell => cell.getBoundingClientRect().width")
-        assert note < 0.5 * page.evaluate("innerWidth")
 
 
 # ------------------------------------------------------------------ for everyone

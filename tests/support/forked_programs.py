@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -31,12 +30,9 @@ from pathlib import Path
 from typing import TextIO
 
 DEADLINE_S = 60.0
-NETWORK = "RDZV_TEST_NETWORK"
-"""In the environment of a start: the file of the network namespace that the program is to be in."""
 CONSTANTS = "RDZV_TEST_CONSTANTS"
 """In the environment of a start: the constants of our modules that differ, by name, as JSON."""
 _NUMBER = struct.Struct("!i")
-CLONE_NEWNET = 0x40000000
 
 
 class Forked:
@@ -174,8 +170,6 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
     for fd, stream in enumerate(streams):
         os.dup2(stream, fd)
         os.close(stream)
-    if network := os.environ.pop(NETWORK, ""):
-        enter(network)
     for path, value in json.loads(os.environ.pop(CONSTANTS, "{}")).items():
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name), path
@@ -186,14 +180,6 @@ def become(command: list[str], cwd: str, environ: dict[str, str], streams: list[
     more = environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in more if folder and folder not in sys.path]
     return command[0]
-
-
-def enter(network: str) -> None:
-    """Move this process into a network namespace."""
-    with open(network) as namespace:  # noqa: PTH123
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns to {network} has failed")
 
 
 def end(status: object) -> None:
