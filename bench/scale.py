@@ -312,7 +312,7 @@ def through_core(commands: Sequence[Join], *, checked: bool) -> float:
     for number, command in enumerate(commands):
         before, transition = state, step(state, command, number)
         state = transition.state
-        if checked and (broken := violations(before, state, transition.events)):
+        if checked and (broken := violations(before, state)):
             raise RuntimeError("; ".join(broken))
     took_s = time.process_time() - began_s
     assert state.membership.round is not None, "the last join completes the round"

@@ -6,163 +6,49 @@ A violation is always a bug in this project, never in the caller.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
-from rdzv.core.events import (
-    Event,
-    NodeAdopted,
-    NodeCameBack,
-    NodeJoined,
-    NodeLeaving,
-    NodeLeft,
-    NodeLost,
-    NodeStopped,
-    NodeStuck,
-    NodeSucceeded,
-    NodeWentAway,
-)
 from rdzv.core.life.leaving import MAX_DEPARTURES
-from rdzv.core.model import Membership, Round, State, placeholder
-from rdzv.core.rounds.recovery_reports import placeholders_replaced, same_participants
+from rdzv.core.model import Membership, Round, State
+from rdzv.core.rounds.recovery_reports import same_participants
+
+COUNTED_ABOVE = 512
+"""Above this number, nodes are only counted: a large job takes as many steps as it has nodes."""
 
 
-def violations(before: State, after: State, events: Sequence[Event] | None = None) -> list[str]:
-    """List every guarantee that the step from `before` to `after` would break.
-
-    With `events`, `before` is assumed to be valid. Only the nodes named by the events are then
-    checked, provided that the number of nodes in each place shows that no others have moved. This
-    matters because a large job takes as many steps as it has nodes. Without events, every node is
-    checked.
-    """
-    moved = None if events is None else _moved(before, after, events)
+def violations(before: State, after: State) -> list[str]:
+    """List every guarantee that the step from `before` to `after` would break."""
     return [
-        *(_presence(before, after) if moved is None else _presence_of(before, after, moved)),
+        *_presence(before, after),
         *_placements(before, after),
         *_durability(before.membership, after.membership),
         *_new_round(before, after),
     ]
 
 
-_OF_ONE_NODE = (
-    NodeAdopted,
-    NodeCameBack,
-    NodeJoined,
-    NodeLeaving,
-    NodeLeft,
-    NodeLost,
-    NodeStopped,
-    NodeStuck,
-    NodeSucceeded,
-    NodeWentAway,
-)
-
-
-def _moved(before: State, after: State, events: Sequence[Event]) -> Collection[str] | None:
-    """Return the nodes whose place may have changed, or None if any node's place may have."""
-    old, new = before.membership.round, after.membership.round
-    if before.membership.run != after.membership.run or (old is None) != (new is None):
-        return None
-    moved: set[str] = set()
-    for event in events:
-        if isinstance(event, _OF_ONE_NODE):
-            moved.add(event.node_id)
-        if isinstance(event, NodeAdopted):
-            moved.add(placeholder(event.group_rank))
-    if old is not None and new is not None and old.participants is not new.participants:
-        newcomers = placeholders_replaced(old, new) if old.number == new.number else None
-        if newcomers is None or not moved.issuperset(p.node_id for p in newcomers):
-            return None
-    places = (
-        (before.seats, after.seats),
-        (before.waiting, after.waiting),
-        (before.stuck, after.stuck),
-        (before.away, after.away),
-    )
-    for was, now in places:
-        if was is now:
-            continue
-        came = sum(1 for node_id in moved if node_id in now)
-        went = sum(1 for node_id in moved if node_id in was)
-        if len(now) - len(was) != came - went:
-            return None
-    return moved
-
-
-def _presence_of(before: State, after: State, moved: Collection[str]) -> list[str]:
-    """Perform the checks of `_presence` only for nodes that have moved."""
-    found = []
-    for node_id in moved:
-        if sum(node_id in place for place in (after.seats, after.waiting, after.stuck)) > 1:
-            found.append("presence: a node has two places at once")
-        if node_id in after.away and not after.present(node_id):
-            found.append("presence: a node is away but not present")
-    if (not after.membership.run or after.membership.ended) and after.anybody:
-        found.append("presence: a node is present in a run that is closed")
-    round_, old = after.membership.round, before.membership.round
-    if after.seats is before.seats or round_ is None or old is None:
-        return found
-    newcomers = {p.node_id for p in placeholders_replaced(old, round_) or ()}
-    if any(n in after.seats and n not in before.seats and n not in newcomers for n in moved):
-        found.append("presence: a node holds a seat in a round in which it does not take part")
-    return found + _counted_seats(old, after)
-
-
 def _presence(before: State, after: State) -> list[str]:
     """Check that no node is in two places at once and that every seat belongs to the round."""
     found = []
+    round_, runs = after.membership.round, after.membership.live_round is not None
+    participants, gone = (round_.participants, round_.gone) if round_ else ((), ())
+    if (not after.membership.run or after.membership.ended) and after.anybody:
+        found.append("presence: a node is present in a run that is closed")
+    if runs and len(after.seats) + len(gone) < len(participants):
+        found.append("presence: a participant of the running round holds no seat")
+    if max(len(participants), len(after.waiting), len(after.away)) > COUNTED_ABOVE:
+        return found
     seats, waiting, stuck = after.seats.keys(), after.waiting.keys(), after.stuck.keys()
     if seats & waiting or seats & stuck or waiting & stuck:
         found.append("presence: a node has two places at once")
+    if after.away.keys() - seats - waiting - stuck:
+        found.append("presence: a node is away but not present")
     if after.hasty != sum(map(after.is_hasty, after.away)):
         found.append("presence: the nodes whose grace a round's end shortens are miscounted")
     if after.unready != sum(map(after.is_unready, after.away)):
         found.append("presence: the waiting nodes that are away are miscounted")
-    if _anybody_moved(before, after) and (
-        after.away.keys() - after.seats.keys() - after.waiting.keys() - after.stuck.keys()
-    ):
-        found.append("presence: a node is away but not present")
-    if (not after.membership.run or after.membership.ended) and after.anybody:
-        found.append("presence: a node is present in a run that is closed")
     if after.seats is not before.seats:
-        found += _all_seats(after)
-    return found
-
-
-def _counted_seats(old: Round, after: State) -> list[str]:
-    """Check a round's seats only by their number, because they were valid before this step."""
-    found = []
-    round_ = after.membership.round
-    assert round_ is not None
-    if any(node_id in after.seats for node_id in round_.gone[len(old.gone) :]):
-        found.append("presence: a node holds a seat that was given up")
-    runs = round_.live and after.membership.ended is None
-    if runs and len(after.seats) + len(round_.gone) != len(round_.participants):
-        found.append("presence: a participant of the running round holds no seat")
-    return found
-
-
-def _anybody_moved(before: State, after: State) -> bool:
-    """Return whether any node has joined, left, or changed its place."""
-    return not (
-        after.away is before.away
-        and after.seats is before.seats
-        and after.waiting is before.waiting
-        and after.stuck is before.stuck
-    )
-
-
-def _all_seats(state: State) -> list[str]:
-    found = []
-    round_ = state.membership.round
-    participants = {p.node_id for p in round_.participants} if round_ else set()
-    if state.seats.keys() - participants:
-        found.append("presence: a node holds a seat in a round in which it does not take part")
-    gone = set(round_.gone) if round_ else set()
-    if state.seats.keys() & gone:
-        found.append("presence: a node holds a seat that was given up")
-    runs = round_ is not None and round_.live and state.membership.ended is None
-    if runs and participants - gone - state.seats.keys():
-        found.append("presence: a participant of the running round holds no seat")
+        if seats - {p.node_id for p in participants}:
+            found.append("presence: a node holds a seat in a round in which it does not take part")
+        if seats & set(gone):
+            found.append("presence: a node holds a seat that was given up")
     return found
 
 

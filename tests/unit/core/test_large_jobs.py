@@ -45,7 +45,7 @@ class Group:
 
     def do(self, command: Fail | Join | MarkLost | Resume) -> None:
         transition = step(self.state, command, self.now_ms)
-        assert not violations(self.state, transition.state, transition.events)
+        assert not violations(self.state, transition.state)
         self.state = transition.state
 
     def join(self, left_round: int | None, *, but: str = "") -> None:

@@ -543,24 +543,17 @@ def test_the_invariants_see_every_broken_promise() -> None:
     )
 
 
-def test_the_invariants_see_what_is_broken_of_those_whom_a_step_names() -> None:
-    job = running("n1", "n2", "n3")
-    state, round_ = job.state, job.round
-    named = [events.NodeJoined("n1", 1, "x", 1)]
-    waits = next(iter(job_with("n1").state.waiting.values()))
-    twice = replace(state, waiting={"n1": waits})
-    assert "presence: a node has two places at once" in violations(state, twice, named)
-    stranger = replace(state, seats={**state.seats, "n9": model.Seat(1, 0)})
-    found = violations(state, stranger, [events.NodeJoined("n9", 1, "x", 1)])
-    assert "presence: a node holds a seat in a round in which it does not take part" in found
-    gone = replace(state.membership, round=replace(round_, gone=("n1",)))
-    held = replace(state, membership=gone)
-    # No node is named, and yet a seat is missing: then all are checked.
-    unseated = replace(state, seats={"n1": state.seats["n1"]})
-    missing = "presence: a participant of the running round holds no seat"
-    assert violations(state, unseated, ()) == [missing]
-    assert violations(state, replace(unseated, membership=gone), named)
-    assert violations(state, replace(held, seats={**state.seats}), named)
+def test_of_a_large_job_the_invariants_count_the_nodes() -> None:
+    job = Job(model.Settings(1, 600, last_call_timeout_ms=0), strict=False)
+    job.join("n0")
+    job.join(*(f"n{number}" for number in range(1, 600)))
+    job.stopped("n0")
+    job.pass_until(job.now_ms + 2_000)
+    assert len(job.seated) == 600
+    unseated = replace(job.state, seats={"n1": job.state.seats["n1"]})
+    assert violations(job.state, unseated) == [
+        "presence: a participant of the running round holds no seat"
+    ]
 
 
 def job_with(*node_ids: str) -> Job:

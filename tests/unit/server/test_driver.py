@@ -1119,7 +1119,7 @@ def broken_for(monkeypatch: pytest.MonkeyPatch, rdzv_id: str, kind: type) -> Non
         decided.append(command)
         return step(state, command, now_ms)
 
-    def violations(before: model.State, after: model.State, _: object) -> list[str]:
+    def violations(before: model.State, after: model.State) -> list[str]:
         breaks = isinstance(decided[-1], kind) and after.membership.rdzv_id == rdzv_id
         return ["a promise"] if breaks and after is not before else []
 

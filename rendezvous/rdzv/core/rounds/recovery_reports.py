@@ -169,27 +169,9 @@ def same_participants(before: Round, after: Round) -> bool:
         return True
     if not before.adopted or len(before.participants) != len(after.participants):
         return False
-    return all(old == new or is_placeholder(old.node_id) for old, new in _exchanged(before, after))
-
-
-def placeholders_replaced(before: Round, after: Round) -> tuple[Participant, ...] | None:
-    """Return the nodes that replaced placeholders, or None if any other participant also changed.
-
-    New placeholders with other RANKs are not included.
-    """
-    if not before.adopted or len(before.participants) != len(after.participants):
-        return None
-    exchanged = _exchanged(before, after)
-    if not all(is_placeholder(old.node_id) for old, _ in exchanged):
-        return None
-    return tuple(new for old, new in exchanged if old.node_id != new.node_id)
-
-
-def _exchanged(before: Round, after: Round) -> list[tuple[Participant, Participant]]:
-    """Return the pairs of participants that differ between two rounds of one size, usually one."""
-    old, new = before.participants, after.participants
-    places = compress(range(len(old)), map(is_not, old, new))
-    return [(old[place], new[place]) for place in places]
+    pairs = zip(before.participants, after.participants, strict=True)
+    changed = compress(pairs, map(is_not, before.participants, after.participants))
+    return all(old == new or is_placeholder(old.node_id) for old, new in changed)
 
 
 def tally_of(membership: Membership, now_ms: int) -> Tally | None:

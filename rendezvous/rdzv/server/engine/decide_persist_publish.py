@@ -192,7 +192,7 @@ class Engine:
             InvariantError: the step breaks a guarantee; the job has been reloaded.
 
         """
-        broken = violations(step.before, step.after, step.events)
+        broken = violations(step.before, step.after)
         if broken:
             earlier, decided[:] = tuple(decided), ()
             await self._settle(job, earlier)
