@@ -72,7 +72,6 @@ TARGETS = (
     "agent/rdzv/agent/node/node.py",
     "agent/rdzv/agent/runner/**/*.py",
     "agent/rdzv/agent/runner_link/*.py",
-    "agent/rdzv/agent/server_link/fence_proofs.py",
     "agent/rdzv/agent/server_link/inbox.py",
     "agent/rdzv/agent/server_link/link.py",
     "agent/rdzv/agent/server_link/outbox.py",

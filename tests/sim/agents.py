@@ -17,8 +17,8 @@ from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import JobTerms, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
 from rdzv.agent.server_link import encoding
-from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
+from rdzv.agent.server_link.outbox import HEARTBEATS_PER_FENCE
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import NodeResources

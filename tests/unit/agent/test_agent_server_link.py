@@ -23,10 +23,10 @@ from rdzv.agent.core import events
 from rdzv.agent.launch.launch import NO_FILES
 from rdzv.agent.output.run_files import RoundOutput, WorkerOutput, Written
 from rdzv.agent.runner.system import boottime_ms
-from rdzv.agent.server_link import fence_proofs, outbox
 from rdzv.agent.server_link import link as server_link
-from rdzv.agent.server_link.fence_proofs import FenceProofs
+from rdzv.agent.server_link import outbox
 from rdzv.agent.server_link.link import NodeIdentity, ServerLink
+from rdzv.agent.server_link.outbox import FenceProofs
 from rdzv.client import Endpoint, parse_endpoint
 from rdzv.core.fleet.node_resources import FailingCheck, NodeResources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
@@ -504,7 +504,7 @@ async def test_without_a_fence_no_answer_is_asked_for(server: Server) -> None:
 
 def test_without_a_fence_no_silence_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are also asked for to learn the server's clock."""
-    monkeypatch.setattr(fence_proofs, "boottime_ms", itertools.count(0, 60_000).__next__)
+    monkeypatch.setattr(outbox, "boottime_ms", itertools.count(0, 60_000).__next__)
     proofs = FenceProofs({"job-7": Job()})
     asking = pb.NodeMessage(heartbeat=pb.Heartbeat(number=1))
     assert [proofs.note_sent(asking) for _ in range(3)] == [False] * 3
@@ -554,7 +554,7 @@ async def test_an_answer_proves_that_its_heartbeat_was_heard_when_it_was_sent(
 ) -> None:
     # On a real clock, two heartbeats that a busy machine sends at once may have the same time.
     reads = itertools.count(1)
-    monkeypatch.setattr(fence_proofs, "boottime_ms", lambda: next(reads))
+    monkeypatch.setattr(outbox, "boottime_ms", lambda: next(reads))
     job = Job(fence_after_ms=FENCED_MS)
     async with connected(server, job, interval_ms=100) as (_, talk):
         assert await job.renewed() == 1

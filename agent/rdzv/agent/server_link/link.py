@@ -26,10 +26,9 @@ from rdzv.agent.observers.server_clock import ServerClock
 from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding, inbox
 from rdzv.agent.server_link.connection_log import ConnectionLog
-from rdzv.agent.server_link.fence_proofs import HEARTBEATS_PER_FENCE, FenceProofs
 from rdzv.agent.server_link.inbox import JobPort, PlacementPort
 from rdzv.agent.server_link.node_drain import NodeDrain
-from rdzv.agent.server_link.outbox import Call, Outbox
+from rdzv.agent.server_link.outbox import HEARTBEATS_PER_FENCE, Call, FenceProofs, Outbox
 from rdzv.agent.server_link.standby import Standby
 from rdzv.core.commands import Decline
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for, check_fence
