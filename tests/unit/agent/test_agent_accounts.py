@@ -434,9 +434,7 @@ async def read_log(written: Written) -> list[LogPiece]:
 
 @slow_as_root
 @pytest.mark.parametrize("trick", ["log", "folder"])
-async def test_logs_show_no_file_that_a_worker_puts_in_the_place_of_its_own(
-    shared: Path, trick: str
-) -> None:
+async def test_logs_show_no_file_put_in_place_of_a_workers_own(shared: Path, trick: str) -> None:
     home, secret = own_folder(shared, "home"), roots_secret(shared)
     written = Written(ADA)
     if trick == "log":

@@ -187,9 +187,7 @@ async def test_a_process_that_answers_with_a_descriptor_keeps_nobody_and_is_not_
             listener.accept()
 
 
-async def test_an_answer_that_does_not_end_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_endless_answer_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective_records, "MAX_BYTES", 1_000)
     async with serving(tmp_path / f"collectives.{PID}.0a1b2c3d", Torch(b" " * 5_000)):
         with pytest.raises(NoRecordError, match="is larger than"):
@@ -274,9 +272,7 @@ async def test_who_does_not_want_it_is_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-async def test_the_log_says_once_why_there_is_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_log_says_once_why_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "rdzv.agent")
     one = reader()
     for begins in (True, False, False):

@@ -346,7 +346,7 @@ async def test_a_console_that_does_not_block_is_waited_for(desk: Desk) -> None:
     await desk.out.expect(b"x" * 200_000 + b"\n")
 
 
-async def test_a_console_that_others_have_filled_meanwhile_is_tried_again(
+async def test_a_console_others_fill_is_retried(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had room when it was polled, and none when it was written to."""
@@ -391,7 +391,7 @@ async def test_the_file_is_the_buffer(desk: Desk) -> None:
     assert peak - before < 800_000
 
 
-async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
+async def test_a_stuck_console_loses_the_oldest(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     rounds = tee_module.MAX_ENDED_ROUNDS
@@ -414,7 +414,7 @@ async def test_a_console_that_takes_nothing_for_many_rounds_loses_the_oldest(
     assert "stdout was too slow" in caplog.text
 
 
-async def test_a_closed_console_ends_the_copying_and_nothing_else(
+async def test_a_closed_console_ends_its_copying(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk.out.close_reader()

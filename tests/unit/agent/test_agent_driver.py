@@ -91,7 +91,7 @@ async def f(
     await made.driver.close()
 
 
-async def test_it_offers_the_address_of_the_connection_until_it_has_a_place(
+async def test_it_offers_the_connections_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Fixture(tmp_path, monkeypatch)
@@ -186,9 +186,7 @@ async def test_nobody_hears_of_its_zygote_once_it_has_left_a_round(f: Fixture) -
     assert joins(f) == [True, False]
 
 
-async def test_it_says_once_that_it_has_joined(
-    f: Fixture, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_its_join_is_said_once(f: Fixture, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rdzv.agent")
     assert not f.driver.joined
     f.driver.post(Joined("job-7", "r1", 1))
@@ -197,9 +195,7 @@ async def test_it_says_once_that_it_has_joined(
     assert caplog.text.count("joined job-7 (run r1)") == 1
 
 
-async def test_its_machine_is_asked_again_when_it_wants_to_be(
-    f: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_its_machine_is_asked_when_due(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[events.Event] = []
 
     def wishing(state: Any, event: events.Event, now_ms: int) -> Any:
@@ -464,7 +460,7 @@ def opening(f: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Future[
     return asked
 
 
-async def test_no_worker_starts_once_it_was_decided_that_they_stop(
+async def test_no_worker_starts_once_they_stop(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     """Not even if the files appear at that very moment and the start would go on next."""
@@ -479,7 +475,7 @@ async def test_no_worker_starts_once_it_was_decided_that_they_stop(
     await until(lambda: f.link.bodies().count("join") == 2)
 
 
-async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
+async def test_an_unopened_round_starts_nothing(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     f.driver.post(LINE)
@@ -490,7 +486,7 @@ async def test_a_round_that_ends_before_anything_was_opened_starts_nothing(
     assert [what for what, *_ in f.runner.asked if what == "start"] == []
 
 
-async def test_a_start_that_fails_leaves_the_job(
+async def test_a_failed_start_leaves_the_job(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     f.driver.post(LINE)
@@ -505,7 +501,7 @@ async def test_a_start_that_fails_leaves_the_job(
     assert f.link.said[-1].leave.cause == pb.Leave.START_FAILED
 
 
-async def test_what_goes_wrong_in_a_rounds_task_is_the_end_of_the_job(
+async def test_a_bug_in_a_rounds_task_ends_it(
     f: Fixture, opening: list[asyncio.Future[Any]]
 ) -> None:
     f.driver.post(LINE)

@@ -227,9 +227,7 @@ def test_what_can_not_be_removed_is_said(shared: Path, caplog: pytest.LogCapture
 
 
 @needs_root
-def test_a_folder_that_root_could_not_list_either_is_none_of_the_sweeps_business(
-    shared: Path,
-) -> None:
+def test_a_folder_root_can_not_list_is_none_of_the_sweeps_business(shared: Path) -> None:
     """Anything mounted in a job's folder is neither examined nor emptied."""
     folders = RunFolders(shared)
     path = old_run(folders, "job", ADA)

@@ -314,9 +314,7 @@ async def test_what_is_no_interpreter_has_no_torch(python: str) -> None:
 
 
 @pytest.mark.slow
-async def test_an_interpreter_that_never_answers_has_no_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_one_has_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "PROBE_TIMEOUT_S", 0.05)
     assert not await has_torch(program(tmp_path, "exec sleep 60"))
 
@@ -467,9 +465,7 @@ async def test_uncounted_devices_are_refused(tmp_path: Path, says: str, why: str
 
 
 @pytest.mark.slow
-async def test_an_interpreter_that_hangs_counts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hung_one_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "COUNT_TIMEOUT_S", 0.05)
     python = program(tmp_path, "exec sleep 60")
     with pytest.raises(InvalidRequestError, match="cannot count them"):

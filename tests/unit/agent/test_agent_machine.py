@@ -409,9 +409,7 @@ def test_a_second_stop_does_not_turn_stopped_workers_into_failures() -> None:
 
 
 @pytest.mark.parametrize(("age_ms", "failed"), [(500, []), (501, [0])])
-def test_a_worker_that_was_stopped_failed_only_if_it_did_so_before(
-    age_ms: int, failed: list[int]
-) -> None:
+def test_a_stopped_worker_failed_only_if_it_did_before(age_ms: int, failed: list[int]) -> None:
     node = stopping()
     node.now_ms += 500
     assert node.hear(exited(0, 1, age_ms=age_ms), exited(1, None, age_ms=100)) == []
@@ -789,9 +787,7 @@ def test_a_server_that_is_back_ends_the_wait() -> None:
         pytest.param([CONNECTED, events.ServerLost("in use by n1")], "in use by n1", id="refused"),
     ],
 )
-def test_a_node_that_no_server_admits_gives_up_after_the_join_timeout(
-    heard: list[Event], why: str
-) -> None:
+def test_a_node_that_is_not_admitted_gives_up_in_time(heard: list[Event], why: str) -> None:
     node = Node()
     for _ in range(9):
         assert node.wait(11_000) == []

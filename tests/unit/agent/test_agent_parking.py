@@ -257,7 +257,7 @@ ENDS: dict[str, tuple[Callable[[], events.Event], bool]] = {
 
 
 @pytest.mark.parametrize(("event", "says_leave"), ENDS.values(), ids=ENDS)
-def test_parked_workers_end_before_their_node_does(
+def test_parked_workers_end_before_nodes(
     event: Callable[[], events.Event], says_leave: bool
 ) -> None:
     node = parked()

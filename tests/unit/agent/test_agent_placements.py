@@ -331,9 +331,7 @@ async def test_more_gpus_than_there_are_is_declined(gpu_node: Node) -> None:
     "trouble",
     [InvalidRequestError("no such handler"), OSError(24, "Too many open files"), KeyError("bug")],
 )
-async def test_trouble_before_it_has_joined_is_declined_and_ends_no_other_job(
-    node: Node, trouble: Exception
-) -> None:
+async def test_trouble_before_it_has_joined_is_declined(node: Node, trouble: Exception) -> None:
     node.place("other")
     other = await node.driver("other")
     node.trouble = trouble

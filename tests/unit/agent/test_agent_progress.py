@@ -250,7 +250,7 @@ async def test_garbage_warns_once_and_no_more(desk: Desk, caplog: pytest.LogCapt
     await desk.expect(r4=6, r5=3)
 
 
-async def test_a_folder_in_the_files_place_is_no_more_than_a_warning(
+async def test_a_folder_in_its_place_is_warned(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     desk.files.open_round(line(), 2)

@@ -465,7 +465,7 @@ async def test_all_that_is_said_follows_the_hello_and_is_sent_before_the_end(
 # ------------------------------------------------------------------ heartbeats
 
 
-async def test_a_silent_node_sends_heartbeats_at_the_servers_interval(
+async def test_heartbeats_come_at_an_interval(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the first one, whose wait began before the interval was known."""
@@ -808,9 +808,7 @@ async def test_a_server_that_accepts_and_never_answers_is_left_for_another(
     assert job.everything[0] == events.ServerLost(f"no answer from {endpoint} within 60 s")
 
 
-async def test_a_server_with_thousands_of_nodes_may_take_longer_to_answer(
-    monkeypatch: pytest.MonkeyPatch, job: Job
-) -> None:
+async def test_a_large_server_may_answer_later(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
     """Nodes that gave up too soon would make a busy server busier. Their lease says how many."""
     monkeypatch.setattr(server_link, "WELCOME_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -1221,7 +1219,7 @@ async def test_a_job_that_comes_late_learns_that_there_is_a_server(server: Serve
         assert [belief.join.rdzv_id for belief in hello.beliefs] == ["job-7"]
 
 
-async def test_a_job_that_comes_with_a_fence_has_the_server_know_of_it(
+async def test_a_jobs_new_fence_is_announced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_link, "RENEWAL_MS", 200)

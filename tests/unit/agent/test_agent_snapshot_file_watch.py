@@ -157,9 +157,7 @@ async def test_what_can_not_be_seen_warns_once(caplog: pytest.LogCaptureFixture)
     ]
 
 
-async def test_an_agent_that_did_not_see_the_round_begin_does_not_say_that_nothing_changed() -> (
-    None
-):
+async def test_an_agent_that_did_not_see_the_begin_says_nothing_of_changes() -> None:
     seen = SnapshotFileWatch(Path("/data"), lambda path: SEEN)
     assert await ended(seen)
     assert not await ended(seen)

@@ -171,7 +171,7 @@ async def test_without_py_spy_a_note_says_how_to_get_it(
     assert "pip install py-spy" in found.note
 
 
-async def test_py_spy_that_never_ends_its_answer_is_cut_short(
+async def test_an_endless_answer_is_cut_short(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     write(py_spy, "#!/bin/sh\nexec yes\n")
@@ -203,7 +203,7 @@ async def test_py_spy_is_the_workers_account_where_the_kernel_lets_it(
     assert found.note.endswith(" 1048576")
 
 
-async def test_a_refusal_is_told_and_the_other_way_is_tried(
+async def test_a_refusal_tries_the_other_way(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     write(
@@ -253,7 +253,7 @@ async def test_one_that_takes_too_long_costs_no_more_than_its_time(
     assert (found.threads, found.note) == ((), "py-spy: py-spy took longer than 0.2 s")
 
 
-async def test_a_worker_that_was_left_stopped_goes_on(
+async def test_a_worker_left_stopped_goes_on(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     """py-spy stops the process it samples; if py-spy is killed, that process must continue."""
@@ -264,7 +264,7 @@ async def test_a_worker_that_was_left_stopped_goes_on(
     await until(lambda: process_state(sleeper.pid) == "S")
 
 
-async def test_for_whom_no_time_is_left_a_note_says_so(
+async def test_a_note_says_if_no_time_is_left(
     py_spy: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     write(py_spy, "#!/bin/sh\nexec sleep 600\n")
@@ -302,9 +302,7 @@ async def test_an_answer_ends_with_its_last_word_whatever_happens(
     await answers.close()
 
 
-async def test_those_who_ask_too_often_hear_so(
-    py_spy: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+async def test_who_asks_too_often_hears_so(py_spy: Path, sleeper: subprocess.Popen[bytes]) -> None:
     write(py_spy, "#!/bin/sh\nexec sleep 600\n")
     said: list[str] = []
 
@@ -319,7 +317,7 @@ async def test_those_who_ask_too_often_hear_so(
     await answers.close()
 
 
-async def test_a_stopped_worker_is_not_asked_for_its_record(
+async def test_a_stopped_worker_has_no_record(
     sleeper: subprocess.Popen[bytes], py_spy: Path
 ) -> None:
     """It would not answer, and the round of all others ends only when all stacks have arrived."""

@@ -52,7 +52,7 @@ async def test_a_launch_says_what_was_submitted_and_where_the_node_is(share: Sha
 
 
 @pytest.mark.slow
-async def test_what_this_process_was_started_with_is_not_in_a_job(
+async def test_a_job_has_none_of_the_agents_env(
     share: Share, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET", "x")

@@ -216,9 +216,7 @@ def test_the_tail_of_a_file(tmp_path: Path, step: int, monkeypatch: pytest.Monke
     assert content[tail(path, len(content), 12, 1) :] == b"three"
 
 
-async def test_a_tail_of_lines_is_not_looked_for_without_bound(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tail_of_lines_is_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_log_reader, "TAIL_BYTES", 10)
     node.begin(0)
     node.write("x" * 100, 0)
@@ -295,9 +293,7 @@ async def test_a_file_that_has_become_shorter_begins_anew(node: Node) -> None:
     await node.until("long agonew")
 
 
-async def test_nothing_is_looked_at_while_nothing_changes(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nothing_is_opened_without_need(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     node.begin(0)
     node.ask(follow=True)
     await idle()
@@ -435,9 +431,7 @@ async def test_another_job_of_the_same_name_shows_nothing_of_this_one(node: Node
     assert node.text(7) == "mine\n"
 
 
-async def test_a_reader_hears_of_a_bug_and_waits_for_nothing(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reader_hears_of_a_bug(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise ValueError("embedded null byte")
 
