@@ -63,6 +63,10 @@ def usage_text(error: click.UsageError) -> str:
     if context is None or "; " in text:
         return text
     if isinstance(error, click.NoSuchOption):
+        from rdzv.settings.toml_files import instead_of_option
+
+        if instead := instead_of_option(error.option_name):
+            return f"{error.option_name} was removed: {instead}"
         known = [name for param in context.command.get_params(context) for name in param.opts]
         remedy = did_you_mean(error.option_name, known, _see(context))
         return f"{error.option_name} is not an option; {remedy}"

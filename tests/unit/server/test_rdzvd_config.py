@@ -17,7 +17,7 @@ from rdzv.server.settings.configuration import Configuration
 from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.settings.rendering import render
 from rdzv.settings.setting_types import settings_of
-from rdzv.settings.toml_files import load
+from rdzv.settings.toml_files import REMOVED, instead_of, load
 from rdzv.transport.endpoints import Listen
 
 SETTINGS = settings_of(RdzvdSettings)
@@ -124,6 +124,23 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(file: Path) -> None:
     assert f"{file}: `lisen` is unknown; did you mean `listen`?" in said
 
 
+@pytest.mark.parametrize("key", [*REMOVED, "upstream.ca"])
+def test_what_to_do_in_place_of_a_removed_setting_is_said(file: Path, key: str) -> None:
+    file.write_text(f"{key} = 1\n")
+    option = f"--{key.replace('.', '-').replace('_', '-')}"
+    for given in (f"--config={file}", option, f"{option}=1"):
+        code, said = run("--check-config", given)
+        assert code == 2
+        assert f"was removed: {instead_of(key)}" in " ".join(said.split()), given
+
+
+def test_an_unknown_setting_is_not_one_that_was_removed(file: Path) -> None:
+    file.write_text("relays = 1\nlease.relay = 1\n")
+    for given in (f"--config={file}", "--relays", "--lease-relay"):
+        code, said = run("--check-config", given)
+        assert code == 2 and "was removed" not in said
+
+
 @pytest.mark.parametrize("url", ["grafana:3000", "ftp://g", "https://", "https://g/?orgId=1"])
 def test_what_is_no_address_of_a_grafana_is_refused(file: Path, url: str) -> None:
     file.write_text(f'grafana = "{url}"\n')
@@ -174,6 +191,11 @@ def test_settings_have_to_agree(file: Path, text: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         read(file, text)
     assert str(caught.value) == f"{file}: {problem}"
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_what_was_removed_is_no_setting(key: str) -> None:
+    assert key not in SETTINGS
 
 
 def test_what_would_be_unsafe_is_refused_from_a_file_too(file: Path) -> None:
