@@ -11,7 +11,6 @@ import importlib.util
 import json
 import re
 import shlex
-import shutil
 import ssl
 import subprocess
 import urllib.error
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cluster import BIN, JOB, cluster_without_server
 from ports import free_port
 from rdzv_kube.__main__ import main as rdzv_kube
@@ -193,33 +191,6 @@ def test_each_template_of_pods_fits_the_schema_of_a_pod(folder: str, template: O
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
     for version in VERSIONS:
         validate.validate(pod, version, strict=True)
-
-
-def test_a_field_that_kubernetes_does_not_know_is_noticed() -> None:
-    item = json.loads(json.dumps(one("rdzvd", "StatefulSet", "rdzvd")))
-    container(next(templates(item)))["livenessprobe"] = {}
-    with pytest.raises(validate.ValidationError):
-        validate.validate(item, VERSIONS[0], strict=True)
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_kubectl_that_can_renders_the_same(folder: str) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("there is no kubectl here")
-    said = subprocess.run(
-        ["kubectl", "version", "--client", "-o", "json"], check=True, capture_output=True
-    )
-    minor = int(re.sub(r"\D", "", json.loads(said.stdout)["clientVersion"]["minor"]))
-    if minor < 27:
-        pytest.skip(f"kubectl 1.{minor} has a kustomize older than 5")
-    done = subprocess.run(
-        ["kubectl", "kustomize", FOLDER / folder], check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    # Names of ConfigMaps end in a hash of their content.
-    text = re.sub(r"(name: rdzv(?:d|-agent))-[0-9a-z]{10}$", r"\1", done.stdout, flags=re.MULTILINE)
-    rendered = {(e["kind"], e["metadata"]["name"]): e for e in yaml.safe_load_all(text)}
-    assert rendered == {(e["kind"], e["metadata"]["name"]): e for e in RENDERED[folder]}
 
 
 # -------------------------------------------------------------------------------- references

@@ -234,12 +234,3 @@ def test_sigterm_saves_the_step_it_interrupts(
     assert f"rank 0 of 2: resuming from epoch 1 | step {stopped[1]} | " in output
     assert [line.step for line in lines(output)] == [16, 24, 32, 40, 48]
     assert_same_weights(undisturbed[1], tmp_path / "disturbed.pt")
-
-
-def test_a_corrupt_snapshot_is_told_by_the_launcher(launch: Launcher, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot.pt"
-    snapshot.write_bytes(b"this is no snapshot")
-    job = launch(f"--snapshot={snapshot}", nproc=1, max_restarts=0)
-    assert job.process.wait(100) != 0
-    assert f"{snapshot} is not a whole snapshot" in job.output
-    assert "remove the file to train from the beginning" in job.output

@@ -594,15 +594,6 @@ async def test_a_round_that_starts_behind_the_fence_starts_no_worker(node: Node)
     await node.start(1, node.spec("sleep", "1000"))
 
 
-async def test_the_grace_of_a_stop_ends_at_the_fence(node: Node) -> None:
-    ready = node.folder / "ready"
-    await node.start(0, node.python(waiting(ready, IGNORE_SIGTERM)))
-    await until(ready.exists)
-    node.link.ask(RenewFence(fence_in(200)))
-    await node.stop(0, grace_ms=FOR_EVER_MS)
-    assert (await node.heard(WorkerExited)).signal == signal.SIGKILL
-
-
 async def test_without_workers_a_fence_has_no_meaning_and_spares_the_store_host(
     node: Node,
 ) -> None:

@@ -65,13 +65,6 @@ def test_every_outcome_is_reported(tmp_path: Path) -> None:
         assert words in ended.stdout
 
 
-def test_the_first_failure_ends_it_where_that_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text(TESTS)
-    ended = run(tmp_path, "-x")
-    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
-    assert "1 failed, 1 passed in" in ended.stdout
-
-
 @pytest.mark.parametrize(
     ("ends", "how"),
     [("os._exit(0)", "exit code 0"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
@@ -103,15 +96,3 @@ def test_a_file_that_ends_its_process_is_no_success(tmp_path: Path) -> None:
     ended = run(tmp_path)
     assert ended.returncode == pytest.ExitCode.TESTS_FAILED
     assert "tests not run: 0, files not collected: 1" in ended.stdout
-
-
-def test_fixtures_of_a_folder_are_found_and_a_keyword_selects_tests(tmp_path: Path) -> None:
-    for folder, value in (("all", 1), ("all/below", 2)):
-        (tmp_path / folder).mkdir()
-        fixture = f"import pytest\n@pytest.fixture\ndef of_{value}(): return {value}"
-        (tmp_path / folder / "conftest.py").write_text(fixture)
-    text = "def test_both(of_1, of_2): assert of_1 + of_2 == 3\ndef test_other(): assert 0"
-    (tmp_path / "all/below/test_a.py").write_text(text)
-    ran = run(tmp_path, "-k", "both")
-    assert ran.returncode == 0, ran.stdout
-    assert ran.stdout.splitlines()[-1].startswith("1 passed")

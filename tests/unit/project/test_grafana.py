@@ -46,17 +46,6 @@ def test_the_dashboards_are_current(make: ModuleType) -> None:
     assert set(dashboards()) == {board.uid for board in make.BOARDS}
 
 
-def test_whoever_writes_them_again_writes_the_same(
-    make: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(make, "FOLDER", tmp_path)
-    assert make.main(["--check"]) == 1
-    assert not list(tmp_path.iterdir()), "a check writes nothing"
-    assert make.main([]) == 0
-    for path in tmp_path.iterdir():
-        assert path.read_text() == (FOLDER / "dashboards" / path.name).read_text()
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("uid", sorted(dashboards()))
 def test_panels_have_a_place_and_a_name_of_their_own(uid: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sim.mutants import ROOT
-from tests.sim.planted_bugs import MUTANTS, Mutant
+from tests.sim.planted_bugs import MUTANTS
 from tests.sim.planting import StaleError, planted
 
 CODE = """
@@ -64,9 +64,3 @@ def test_what_does_not_fit_is_named(folder: Path, where: str, old: str, said: st
     with pytest.raises(StaleError) as raised:
         planted(folder, where, old, "pass")
     assert said in str(raised.value)
-
-
-def test_names_are_given_once() -> None:
-    names = [mutant.name for mutant in MUTANTS]
-    assert len(set(names)) == len(names)
-    assert all(isinstance(mutant, Mutant) for mutant in MUTANTS)

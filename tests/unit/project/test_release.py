@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from rdzv.version import VERSION
 
 ROOT = Path(__file__).parents[3]
@@ -45,17 +43,6 @@ def test_the_notes_have_the_changes_of_the_version_and_the_way_back() -> None:
     assert "The server first." in made
     assert "later" not in made and "old" not in made
     assert "* later" in load().notes(changelog, upgrading, "1.3")
-
-
-def test_notes_can_be_made_of_the_present_documents() -> None:
-    changelog, upgrading = ROOT / "CHANGELOG.md", ROOT / "docs/upgrade.md"
-    made = load().notes(changelog.read_text(), upgrading.read_text(), VERSION)
-    assert "rdzvctl backup" in made
-
-
-def test_a_changelog_without_changes_is_refused() -> None:
-    with pytest.raises(SystemExit, match=r"neither a section '9\.9' nor one 'Unreleased'"):
-        load().notes("# Changelog\n", "", "9.9")
 
 
 def test_checksums_are_of_every_file_but_their_own(tmp_path: Path) -> None:
