@@ -445,6 +445,7 @@ def test_a_worker_that_fails_while_parked_is_the_root_cause_instead() -> None:
     job.stopped("n1", "n2", kept=parked("0:7"))
     settled = job.last(RoundSettled)
     assert settled.root_cause is not None and settled.root_cause.exit_code == 139
+    assert (settled.root_cause.node_id, settled.root_cause.address) == ("n1", "n1.net")
     assert job.last(RoundCompleted).not_kept == (NotKept(WhyNew.FAILED, (0,)),)
 
 
