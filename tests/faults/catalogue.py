@@ -438,7 +438,7 @@ def kill_runner(lane: Lane, victim: Victim) -> None:
 
 def stop_runner(lane: Lane, victim: Victim) -> None:
     with stopped(lane.below(victim.hosts[0], "runner/__main__.py")):
-        time.sleep(STOP_S)
+        time.sleep(STOP_S / 2)  # After 16 s without an answer it hangs, and is killed.
 
 
 def kill_worker(lane: Lane, victim: Victim) -> None:
@@ -560,7 +560,7 @@ CATALOGUE: dict[str, Fault] = {
         Fault("lose-agent", NO_RESTART, some_unseen_node, lose_agent, 25),
         Fault("slow-agent", NOTHING, some_node, slow_agent, 14),
         Fault("kill-runner", NO_RESTART, some_node, kill_runner, 8),
-        Fault("stop-runner", NOTHING, some_node, stop_runner, 22),
+        Fault("stop-runner", NOTHING, some_node, stop_runner, 12),
         Fault("kill-worker", ONE_RESTART, some_node, kill_worker, 4),
         Fault("stop-worker", NOTHING, some_node, stop_worker, 22),
         Fault("kill-store-host", NO_RESTART, store_host_node, kill_store_host, 10, needs="torch"),
