@@ -254,12 +254,11 @@ def _worker() -> str:
         for node in ast.parse(path.read_text()).body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef))
     }
-    exported = [
-        alias.name
+    exported = next(
+        ast.literal_eval(node.value)
         for node in package.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    ]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
     lines = ["# rdzv.worker", "", ast.get_docstring(package) or "", ""]
     for name in exported:
         lines += _documented(found[name])

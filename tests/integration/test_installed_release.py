@@ -33,7 +33,7 @@ from rdzv.demo.programs import descendants, environ_of
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
-FORMER = "e9acb488ee77c881b32a32c562586ed2438cfef6"
+FORMER = "ac7bdc0a95af92562f11f190f5f1dbebf9fe8b16"
 """A commit that stands for the previous release, since none is published; agents and runners of
 before it are not adopted.
 """
