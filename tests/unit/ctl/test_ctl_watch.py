@@ -175,11 +175,9 @@ def control() -> WatchControl:
 
 
 @pytest.fixture
-def server(control: WatchControl, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with serving(control) as endpoint:
-        monkeypatch.setenv("RDZV_SERVER", endpoint)
-        yield endpoint
-        control.go_on.set()
+def server(server: str, control: WatchControl) -> Iterator[str]:
+    yield server
+    control.go_on.set()
 
 
 def test_into_a_pipe_every_change_is_a_text_or_a_document(

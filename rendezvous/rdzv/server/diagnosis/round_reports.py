@@ -124,8 +124,6 @@ class LiveRound:
     round: Round
     compared_ms: int
     """When collectives were last compared; initially, when the round was first heard of."""
-    nodes: dict[int, str] = field(default_factory=dict)
-    """The node_id for each RANK."""
     progress: dict[str, tuple[int, messages.Progress]] = field(default_factory=dict)
     """Each node's latest report and the time when it was received, by node_id."""
     step: int = -1
@@ -144,6 +142,11 @@ class LiveRound:
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
     arrivals: Arrivals = field(default_factory=Arrivals)
+
+    @property
+    def nodes(self) -> dict[int, str]:
+        """The node_id for each RANK."""
+        return {rank: p.node_id for p in self.round.participants for rank in p.ranks}
 
     @property
     def stragglers(self) -> dict[int, Straggler]:
@@ -174,12 +177,8 @@ class RoundReports:
         assert round_ is not None
         known, now_ms = self.find(state), self._clock.now_ms()
         if known is None:
-            known = LiveRound(membership.run, round_, now_ms)
-            self._rounds[membership.rdzv_id] = known
-        if known.round is not round_ or not known.nodes:
-            # An adopted node may have replaced a placeholder.
-            known.round = round_
-            known.nodes = {rank: p.node_id for p in round_.participants for rank in p.ranks}
+            known = self._rounds[membership.rdzv_id] = LiveRound(membership.run, round_, now_ms)
+        known.round = round_  # An adopted node may have replaced a placeholder.
         match said:
             case messages.Progress():
                 check_own(round_, node_id, (one.rank for one in said.ranks), "progress")
@@ -349,13 +348,14 @@ class RoundReports:
         after, number = known.stragglers, known.round.number
         if before.keys() == after.keys():
             return False
+        nodes = known.nodes
         began = [
-            convert(events.RankStraggles, found, round=number, node_id=known.nodes.get(rank, ""))
+            convert(events.RankStraggles, found, round=number, node_id=nodes.get(rank, ""))
             for rank, found in after.items()
             if rank not in before
         ]
         over = [
-            events.RankCaughtUp(number, rank, known.nodes.get(rank, ""))
+            events.RankCaughtUp(number, rank, nodes.get(rank, ""))
             for rank in before
             if rank not in after
         ]
