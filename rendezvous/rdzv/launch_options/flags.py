@@ -32,7 +32,7 @@ Run a distributed PyTorch job on this node; a drop-in for torchrun.
   several machines   rdzvrun --rdzv-endpoint=HEAD --rdzv-id=night --nnodes=2:4 train.py
 """
 EPILOG = """\
-PET_<NAME> in the environment is the default of --<name>.
+--help-all shows all flags. PET_<NAME> in the environment is the default of --<name>.
 
 exit codes:
   0      success
@@ -43,6 +43,12 @@ exit codes:
   93     the job made no progress; do not requeue it
   128+n  ended by signal n; 130 is Ctrl-C
 """
+
+COMMON = frozenset({
+    *("standalone", "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
+    *("max_restarts", "module", "hang_timeout", "snapshot_dir", "log_dir", "tee"),
+})  # fmt: skip
+"""The flags that --help shows, by dest."""
 
 DEFAULT_BACKOFF_MS = (1_000, 60_000)
 """The default first and longest wait between consecutive restarts."""
@@ -57,7 +63,7 @@ def parse(
 
     Raises:
         InvalidRequestError: wrong usage.
-        SystemExit: --help, --version or --print-completion is done (0).
+        SystemExit: --help, --help-all, --version or --print-completion is done (0).
 
     """
     defaults = tuple((key, environ[key]) for key in sorted(environ) if key.startswith("PET_"))
@@ -292,8 +298,21 @@ def make_parser(environ: Mapping[str, str], *, legacy: bool) -> Parser:
         usage=f"{program} [flags] script [its arguments]",
         description=DESCRIPTION,
         epilog=EPILOG,
+        add_help=False,
     )
-    parser.own |= {"--version", "--print-completion", "--print_completion"}
+    parser.own |= {
+        "--help-all",
+        "--help_all",
+        "--version",
+        "--print-completion",
+        "--print_completion",
+    }
+    parser.add_argument(
+        "-h", "--help", action=_CommonHelp, nargs=0, help="show the flags that most jobs need"
+    )
+    parser.add_argument(
+        "--help-all", "--help_all", action="help", dest="help_all", help="show all flags"
+    )
     parser.add_argument("--version", action="version", version=f"rdzvrun {VERSION}")
     parser.add_argument(
         *("--print-completion", "--print_completion"),
@@ -332,6 +351,27 @@ class HelpFormatter(argparse.HelpFormatter):
         )
 
 
+class _CommonHelp(argparse.Action):
+    """Shows the flags that most jobs need: all of them do not fit on a screen."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        shown = HelpFormatter(parser.prog)
+        shown.add_usage(parser.usage, [], [])
+        shown.add_text(parser.description)
+        shown.start_section("the flags that most jobs need")
+        shown.add_arguments([action for action in parser._actions if action.dest in COMMON])
+        shown.end_section()
+        shown.add_text(parser.epilog)
+        sys.stdout.write(shown.format_help())
+        parser.exit()
+
+
 class _PrintCompletion(argparse.Action):
     """Prints a completion script, as torchrun 2.14 does."""
 
@@ -354,7 +394,7 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-_ANSWERS = frozenset({"help", "version", "print_completion"})
+_ANSWERS = frozenset({"help", "help_all", "version", "print_completion"})
 """Flags that print something and exit, by dest."""
 
 

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -424,7 +425,9 @@ def test_a_senseless_variable_is_named(value: str, monkeypatch: pytest.MonkeyPat
     assert str(refusal.value) == expected
 
 
-@pytest.mark.parametrize("word", ["-h", "--help", "--version", "--print-completion=bash"])
+@pytest.mark.parametrize(
+    "word", ["-h", "--help", "--help-all", "--version", "--print-completion=bash"]
+)
 def test_what_prints_and_exits_is_not_for_a_daemons_job(word: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{word} runs nothing; leave it out"):
         flags.refuse_answers(["--standalone", word, "t"])
@@ -559,9 +562,22 @@ def test_everything_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_help_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_says_where_the_rest_is(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_launch(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert set(re.findall(r"^  (?:-\w[^-]*)?(--[\w-]+)", text, re.MULTILINE)) == {
+        f"--{name.replace('_', '-')}" for name in flags.COMMON
+    }
+    assert "--help-all" in text
+    assert len(text.splitlines()) < 80
+
+
+@pytest.mark.slow
+def test_help_all_mentions_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_launch(["--help-all"])
     assert end.value.code == 0
     text = capsys.readouterr().out
     for name in (*ALL_OPTIONS, "--standalone", "--module", "--no-python", "--version", "-r", "-m"):
