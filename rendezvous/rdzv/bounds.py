@@ -36,9 +36,7 @@ still be waiting to learn how it ended."""
 NODES_PER_JOB = 1_000_000
 """The largest max_nodes. The largest min_nodes is the setting `limits.nodes`."""
 LOCAL_WORLD_SIZE = 4_096
-"""The number of workers of one node in a job."""
 JOBS_PER_NODE = 256
-"""The number of jobs that one node may be in."""
 AWAY_MS = 60 * 60_000
 """How long the seats of an agent are kept while it is restarted on purpose."""
 GPUS = 1_024
@@ -48,11 +46,9 @@ RESTARTS = 1_000_000
 STEPS = 1 << 53
 """The largest step. JSON readers do not read larger integers exactly."""
 SHARDS = 1 << 20
-"""The number of parts in a sharded state."""
 LOG_POSITIONS = 65_536
 """The number of files in which a reader can resume after its stream was cut."""
 LOG_PIECE_BYTES = 64 * 1024
-"""The size of one piece of a log."""
 LABELS = 64
 """The number of labels that a node has or that a job requires."""
 
@@ -316,7 +312,6 @@ AnyUid = Annotated[str, Check(uid, empty=True)]
 """An id that may be empty, where it is not known yet."""
 Address = Annotated[str, Check(address)]
 AnyAddress = Annotated[str, Check(address, empty=True)]
-"""An address that may be empty."""
 Label = Annotated[str, Check(label, empty=True)]
 Printable = Annotated[str, Check(printable)]
 Sentence = Annotated[str, Cut(sentence)]

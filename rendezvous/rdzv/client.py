@@ -168,11 +168,6 @@ class ControlClient:
         """Yield the messages of a stream, which is opened again, at another server, when it is cut.
 
         Before that, `lost` is called with the reason and whether all servers have been tried.
-
-        Raises:
-            RendezvousError: the stream ended for another reason than those `retried`, or no server
-                has responded for a while.
-
         """
         cut_at_s = math.inf
         while True:

@@ -36,7 +36,6 @@ class RendezvousError(Exception):
 
 
 ERRORS: dict[str, type[RendezvousError]] = {RendezvousError.code: RendezvousError}
-"""All error classes that are sent, by code."""
 
 
 class InvalidRequestError(RendezvousError, status="INVALID_ARGUMENT"):
@@ -115,7 +114,6 @@ class NotLeaderError(RendezvousConnectionError, status="UNAVAILABLE"):
     def __init__(self, message: str, leader: str = "") -> None:
         super().__init__(message)
         self.leader = leader
-        """The leader's address as HOST:PORT, or empty if no leader is known."""
 
 
 class RendezvousStateError(RendezvousError, status="DATA_LOSS"):

@@ -101,7 +101,6 @@ class Hello:
     """How long the node waits for an answer before killing its workers; 0 if it never does."""
     agent_version: Label = ""
     resources: NodeResources | None = None
-    """The node's resources, or None if it accepts no submitted jobs."""
     holdings: Holdings = Holdings()
     health: Health = Health()
     metrics: str = ""
@@ -119,7 +118,6 @@ class Belief:
     rdzv_id: str
     run: str
     round: int | None
-    """The last round that the node knows about."""
     has_workers: bool
     """Whether workers of that round may be running on the node, or have succeeded there."""
     commands: tuple[Command, ...] = ()
@@ -232,7 +230,6 @@ class LogPiece:
     offset: int = 0
     data: Annotated[bytes, UpTo(LOG_PIECE_BYTES)] = b""
     last: bool = False
-    """Whether this is the last piece."""
     error: Sentence = ""
     """Why output is missing; with `last`, why everything after this piece is missing."""
     positions: Annotated[tuple[LogPosition, ...], UpTo(2 * LOCAL_WORLD_SIZE)] = ()
@@ -255,9 +252,7 @@ class Stacks:
     request: int
     workers: Annotated[tuple[WorkerStack, ...], UpTo(256)] = ()
     last: bool = False
-    """Whether this is the last piece."""
     error: Sentence = ""
-    """Why no stacks could be captured."""
 
 
 Report = (

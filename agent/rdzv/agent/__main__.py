@@ -122,7 +122,6 @@ def _fail(error: Exception, exit_code: int) -> NoReturn:
 
 
 def _set_up(settings: AgentSettings) -> None:
-    """Set up logging as configured, and an empty stdin that workers inherit."""
     faulthandler.enable()  # If the watchdog kills a hung agent, its stack will be in the journal.
     for handler in logging.getLogger("rdzv").handlers:
         handler.setFormatter(formatter_for(settings.log_format))
@@ -155,7 +154,6 @@ def _set_log_level(level: str) -> None:
 
 
 async def _take_part(settings: AgentSettings, launches: Sequence[Launch]) -> int:
-    """Take part only in the jobs listed in the configuration."""
     from rdzv.agent.node.node import take_part
 
     with systemd.watched():

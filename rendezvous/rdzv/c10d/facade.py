@@ -85,7 +85,6 @@ class Facade:
 
     def __init__(self, bound: Listen, python: str, clock: Clock) -> None:
         self.bound = bound
-        """The address to which torchrun's nodes connect."""
         self._python = python
         self._clock = clock
         self._watch = Watch()
@@ -186,8 +185,6 @@ class Facade:
 
 
 class _StoreServer:
-    """The process that serves the store."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._said: deque[int] = deque(maxlen=LAST_WORDS)
@@ -199,13 +196,7 @@ class _StoreServer:
 
     @classmethod
     async def start(cls, listening: socket.socket, python: str) -> _StoreServer:
-        """Start the process on a listening socket, close our copy, and wait until it is serving.
-
-        Raises:
-            InvalidRequestError: the interpreter cannot be run, or has no torch.
-            RendezvousError: the process does not start serving.
-
-        """
+        """Start the process on a listening socket, close our copy, and wait until it is serving."""
         with listening:
             try:
                 # Start it from the main thread, because the kernel kills it when the thread that
@@ -251,12 +242,7 @@ class _StoreServer:
             raise RendezvousError(f"{python} did not serve torch's store: {said!r}")
 
     async def ask(self) -> Answer:
-        """Ask for changes.
-
-        Raises:
-            _EndedError: the process has ended or sent an invalid message.
-
-        """
+        """Ask for changes."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         try:
@@ -277,7 +263,6 @@ class _StoreServer:
         return line
 
     async def _end(self) -> None:
-        """Wait for the process to exit, which is normally immediate, and kill it if it does not."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self._process.wait()
@@ -298,13 +283,11 @@ class _StoreServer:
             self._said.extend(chunk)
 
     def last_words(self) -> str:
-        """Return the last line that the process wrote; empty if it wrote none."""
         lines = bytes(self._said).decode(errors="replace").splitlines()
         line = next((line for line in reversed(lines) if line.strip()), "")
         return "".join(char if char.isprintable() else " " for char in line)
 
     async def kill(self) -> None:
-        """Kill the process if it is still running, and release its resources."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -312,12 +295,7 @@ class _StoreServer:
 
 
 def listening_socket(listen: Listen) -> socket.socket:
-    """Return a socket that listens for torch's clients.
-
-    Raises:
-        InvalidRequestError: the address cannot be used for listening.
-
-    """
+    """Return a socket that listens for torch's clients."""
     try:
         infos = socket.getaddrinfo(
             listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -343,13 +321,7 @@ def listening_socket(listen: Listen) -> socket.socket:
 async def serving_c10d(
     listen: Listen | None, python: str, clock: Clock
 ) -> AsyncIterator[Facade | None]:
-    """Serve torch's store at `listen` until the body ends; yield None if `listen` is None.
-
-    Raises:
-        RendezvousError: the store cannot be served, for example because torch or the interpreter
-            is missing or the address is in use.
-
-    """
+    """Serve torch's store at `listen` until the body ends; yield None if `listen` is None."""
     if listen is None:
         yield None
         return

@@ -55,7 +55,6 @@ class State:
     """Whether enough nodes have joined, so that the round completes at a deadline by the nodes' own
     clocks."""
     participants: Mapping[str, _Number]
-    """The participants and their GROUP_RANKs, which are valid once the round is complete."""
     waiting: frozenset[str]
     spare: frozenset[str]
     heartbeats: Mapping[str, str]
@@ -64,8 +63,6 @@ class State:
 
 @dataclass(slots=True)
 class _Seen:
-    """A node's state at the last poll."""
-
     state: NodeState
     since_ms: int
     group_rank: int | None = None
@@ -76,8 +73,6 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Job:
-    """A job's state at the last poll."""
-
     rdzv_id: str
     began_ms: int
     state: State | None = None
@@ -312,7 +307,6 @@ def _node_views(job: _Job, now_ms: int) -> tuple[NodeStatus, ...]:
 
 
 def _node_items(job: _Job, now_ms: int) -> tuple[ReasonItem, ...]:
-    """Return what there is to say about single nodes: why they have no rank, and who is silent."""
     found = []
     for node, seen in job.nodes.items():
         if seen.reason:

@@ -28,7 +28,6 @@ from rdzv.core.root_cause import earliest_failures
 from rdzv.structs import struct
 
 Wish = Annotated[Sentence, Else("an operator asked for it")]
-"""An operator's reason."""
 
 
 Failures = Annotated[tuple[model.Failure, ...], Cut(earliest_failures)]

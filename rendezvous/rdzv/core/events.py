@@ -23,9 +23,7 @@ class RunBegan:
     run_number: int
     reason: str
     queued: bool = False
-    """Whether it waits until the server places it."""
     gpus_per_node: int | None = None
-    """The number of GPUs that each node gives to the run, or None if unknown."""
 
 
 @struct(frozen=True)
@@ -116,7 +114,6 @@ class WorkerFailed:
     round: int
     failure: Failure
     age_ms: int = 0
-    """The time since it failed."""
 
 
 @struct(frozen=True)
@@ -136,8 +133,6 @@ class RoundCompleted:
     """The time for which enough nodes had been ready."""
     not_kept: tuple[NotKept, ...] = ()
     not_loaded: WhyNotLoaded | None = None
-    """The reason why no snapshots are loaded although nodes hold some. None if some are loaded or
-    none are needed."""
 
 
 @struct(frozen=True)
@@ -176,12 +171,8 @@ class RoundSettled:
     restarts: int
     max_restarts: int | None
     root_cause: Failure | None = None
-    """The failure considered the cause of the others, or None if no worker failure was reported."""
     cause_node_id: str = ""
-    """The node that the cause refers to. Empty if it is unknown, or if the cause refers to no node
-    or to several."""
     step: int | None = None
-    """The highest step of the round, or None if no worker reported one."""
 
 
 @struct(frozen=True)
@@ -199,7 +190,6 @@ class NodesPlaced:
 
     node_ids: tuple[str, ...]
     was_queued: bool = False
-    """Whether the run had no nodes before and was therefore queued until now."""
 
 
 @struct(frozen=True)
@@ -302,13 +292,10 @@ class RankStraggles:
     node_id: str
     step_s: float | None = None
     median_s: float | None = None
-    """The time that the median worker of its role takes for a step."""
     late_ms: float | None = None
-    """The median delay with which it enters collectives after the other workers."""
     late_p95_ms: float | None = None
     clock_error_ms: float | None = None
     wait_share: float | None = None
-    """A lower bound on the share of time that the other workers spend waiting for it."""
 
 
 @struct(frozen=True)
@@ -324,7 +311,6 @@ class WorkerStart(StrEnum):
     """The way in which a worker was started for a round."""
 
     KEPT = "kept"
-    """The worker is the same process as in the previous round."""
     WARM = "warm"
     COLD = "cold"
 
@@ -348,7 +334,6 @@ class WorkersStarted:
     warm: int
     cold: int
     new: tuple[NewWorker, ...] = ()
-    """The first few workers for which their nodes reported why they are new or cold."""
 
 
 @struct(frozen=True)
@@ -366,7 +351,6 @@ class FirstCollectiveMade:
 
     round: int
     node_id: str
-    """The node that was the first to report it."""
     age_ms: int
     """The time since it was entered, or 0 if the clocks cannot tell."""
 
@@ -380,7 +364,6 @@ class FirstStepMade:
     rank: int
     step: int
     age_ms: int
-    """The time since it made the step."""
 
 
 @struct(frozen=True)
@@ -389,9 +372,7 @@ class LostStepsRedone:
 
     round: int
     step: int
-    """That highest step."""
     age_ms: int
-    """The time since it was reached."""
 
 
 @struct(frozen=True)
@@ -401,7 +382,6 @@ class LastStepMade:
     round: int
     step: int
     age_ms: int
-    """The time since it was made."""
 
 
 @struct(frozen=True)

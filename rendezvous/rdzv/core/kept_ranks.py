@@ -48,7 +48,6 @@ WHY_NEW: Mapping[str, str] = {
     WhyNew.SHARD_LOST: "no kept worker holds a part of the sharded state, or not of the same step",
     WhyNew.RESHARDED: "the state is sharded among another number of workers",
 }
-"""The reasons as text that follows the worker's RANK."""
 
 
 @struct(frozen=True)
@@ -129,11 +128,8 @@ def keep(
 
 @struct(frozen=True)
 class _LastRound:
-    """The workers of the round that just ended, as far as they are known."""
-
     number: int | None
     sizes: Mapping[str, int]
-    """Local world size of each participant, by node_id."""
     failed: frozenset[tuple[str, int]]
     """Node and LOCAL_RANK of each worker that failed on its own rather than as a suspect."""
     charged: tuple[str, int] | None
@@ -209,7 +205,6 @@ def _why_none(
     able: Mapping[int, KeptWorker],
     source: int | None,
 ) -> WhyNew | None:
-    """Return why none of these workers is kept, or None if some are."""
     if _fruitless(prior, able) and prior is not None and prior.end is not None:
         failed = prior.end.cause is Cause.WORKER_FAILURE
         if failed or (prior.end.broken and prior.fruitless):
@@ -237,7 +232,6 @@ def _written(
 
 
 def _grouped(new: Mapping[int, WhyNew]) -> tuple[NotKept, ...]:
-    """Group the workers by reason, in the order in which `WhyNew` lists the reasons."""
     ranks: dict[WhyNew, list[int]] = {}
     for rank in sorted(new):
         ranks.setdefault(new[rank], []).append(rank)

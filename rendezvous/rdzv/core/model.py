@@ -96,7 +96,6 @@ class JobState(StrEnum):
     """The state of a job as shown to users; derived from `State` and never stored."""
 
     QUEUED = "queued"
-    """The job was submitted and has no nodes yet."""
     JOINING = "joining"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -195,7 +194,6 @@ class Instance:
     """One start of an agent, as described in its Hello."""
 
     id: str = ""
-    """The instance's random id; empty if it is unknown."""
     fence_after_ms: int = 0
     """The time after its last message to the server by which the node has killed its own workers,
     or 0 if it does not kill them."""
@@ -214,7 +212,6 @@ class KeptWorker:
     torn: bool = False
     """Whether an unsealed step has already changed its parameters."""
     shard: int = 0
-    """The part of the state that the worker holds."""
     shards: Annotated[int, Within(1, SHARDS), Else(1)] = 1
     """The number of parts; 1 if the worker holds the whole state."""
     oldest_step: Step | None = None
@@ -236,7 +233,6 @@ class Spent:
     in_vain: int = 0
     """The number of consecutive restarts without progress."""
     furthest_step: int | None = None
-    """The highest step that the job has ever reached."""
 
 
 MAX_RESTART_AGES = 64
@@ -360,13 +356,10 @@ class Participant:
     """The instance behind the incarnation. The instance may not know that number, because the
     server may have ended before sending it."""
     kept: tuple[int, ...] = ()
-    """LOCAL_RANKs of the kept workers."""
     charged_suspects: tuple[int, ...] = ()
-    """LOCAL_RANKs of the parked workers to which the end of the last round was charged."""
 
     @property
     def ranks(self) -> range:
-        """The RANKs of its workers."""
         return range(self.rank_first, self.rank_first + self.offer.local_world_size)
 
 
@@ -394,7 +387,6 @@ class Failure:
 
     @property
     def finished(self) -> bool:
-        """Whether the worker exited with 0, which is a failure only if others still needed it."""
         return self.exit_code == 0
 
 
@@ -489,7 +481,6 @@ class Moved:
     """The progress of a round's workers as reported by a node, or empty if they reported none."""
 
     furthest_step: int | None = None
-    """The highest step that any worker has reached."""
     snapshot_changed: bool = False
     """Whether the snapshot file has changed since the round began."""
     sealed: Annotated[bool, Unsent] = False
@@ -533,7 +524,6 @@ class JobSpec:
     labels: Labels = ()
     """Labels that a node must have."""
     priority: Annotated[int, Within(-PRIORITY, PRIORITY)] = 0
-    """Jobs with a higher priority are placed first."""
     gpus_per_node: Annotated[int, Within(0, GPUS, "--gpus-per-node")] | None = None
     """The number of GPUs per node. None gives each worker one GPU on nodes that have GPUs, and none
     on others."""
@@ -595,7 +585,6 @@ class Membership:
 
     rdzv_id: str
     run: str
-    """The uid of the current or last run."""
     run_number: int
     settings: Settings
     began_at_ms: int
@@ -605,7 +594,6 @@ class Membership:
     """The number of the next round to complete. It never decreases, not even from one run to the
     next."""
     restarts: tuple[int, ...] = ()
-    """The time at which each restart of this run was spent."""
     store_failures: int = 0
     """The number of consecutive store host failures."""
     last_failures: tuple[Failure, ...] = ()
@@ -650,12 +638,10 @@ class Membership:
 
     @property
     def min_nodes(self) -> int:
-        """The smallest number of nodes that a round may currently have."""
         return self.bounds[0]
 
     @property
     def max_nodes(self) -> int:
-        """The largest number of nodes that a round may currently have."""
         return self.bounds[1]
 
 
@@ -819,7 +805,6 @@ class State:
         return submission is not None and not submission.placed and not self.anybody
 
     def incarnation(self, node_id: str) -> int | None:
-        """Return the incarnation that represents a node, or None if the node is not present."""
         held = self.seats.get(node_id) or self.waiting.get(node_id) or self.stuck.get(node_id)
         return held.incarnation if held else None
 
@@ -834,7 +819,6 @@ class State:
         return away is not None and not away.firm and node_id in self.seats
 
     def is_unready(self, node_id: str) -> bool:
-        """Return whether a waiting node is away."""
         return node_id in self.away and node_id in self.waiting
 
 

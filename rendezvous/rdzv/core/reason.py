@@ -60,7 +60,6 @@ class Reason:
         return _line(self.headline, self.then, self.left_ms)
 
     def __str__(self) -> str:
-        """Return everything in one line, with the first `LISTED` items."""
         more = len(self.items) - LISTED
         shown = [self.line, *map(str, self.items[:LISTED]), *([f"and {more} more"] * (more > 0))]
         return "; ".join(shown)

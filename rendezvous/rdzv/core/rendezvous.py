@@ -54,7 +54,6 @@ def step(state: State, command: commands.Command, now_ms: int) -> Transition:
 
 
 def _apply(work: Draft, command: commands.Command) -> Ignored | None:
-    """Apply a command's rule, unless one of its conditions does not hold."""
     rule = COMMAND_RULES[type(command)]
     for condition in rule.conditions:
         if (reason := condition(work.state, command)) is not None:
@@ -179,7 +178,6 @@ STATE_RULES: tuple[Callable[[Draft], bool], ...] = (
 
 
 def _wake_at_ms(state: State, now_ms: int) -> int | None:
-    """Return when a state rule may next apply without a command, or None."""
     membership = state.membership
     if not membership.run or membership.ended is not None:
         return None

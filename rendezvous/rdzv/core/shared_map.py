@@ -122,7 +122,6 @@ class SharedMap(Mapping[_K, _V]):
         return self._size
 
     def __iter__(self) -> Iterator[_K]:
-        """Iterate over the keys in insertion order."""
         return (key for key, _ in self._pairs())
 
     def items(self) -> ItemsView[_K, _V]:

@@ -42,7 +42,6 @@ MAX_LOADS = 3
 """
 
 MAX_SOLE_HOLDERS = 8
-"""The maximum number of sole holders that are named."""
 
 
 class WhyNotLoaded(StrEnum):
@@ -60,7 +59,6 @@ WHY_NOT_LOADED: Mapping[str, str] = {
     WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
     WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them have failed soon",
 }
-"""The reasons as text."""
 
 
 @struct(frozen=True)
@@ -185,7 +183,6 @@ class SnapshotsKnown:
 
     whole: SnapshotMark | None = None
     whole_ms: int = 0
-    """The time at which they became whole, as far as is known."""
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
     node_loss: NodeLoss | None = None
     """The worst-case loss of a node, or None until nodes have reported that they hold all of

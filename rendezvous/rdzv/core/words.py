@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 LISTED = 8
-"""The maximum number of names listed in one sentence."""
 
 
 def listed(names: Iterable[object]) -> str:

@@ -255,7 +255,6 @@ class Demo:
 
 @contextmanager
 def _folder(keep: bool) -> Iterator[Path]:
-    """Yield a directory for the demo's files; keep it if the demo fails or `keep` is set."""
     path = Path(tempfile.mkdtemp(prefix="rdzv_demo_"))
     try:
         yield path

@@ -97,7 +97,6 @@ def same_named(args: argparse.Namespace, kind: type) -> dict[str, Any]:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Return the settings on which all nodes of a job must agree."""
     conf = args.rdzv_conf
     min_nodes, max_nodes = args.nnodes
     scale_up, scale_up_after_ms = conf["scale_up"]
@@ -238,7 +237,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _check_together(args: argparse.Namespace) -> None:
-    """Refuse flags that exclude each other, or have no effect without another."""
     if args.snapshot is not None and not args.no_progress_restarts:
         raise InvalidRequestError(
             f"--snapshot={args.snapshot} has no effect without --no-progress-restarts; give a "

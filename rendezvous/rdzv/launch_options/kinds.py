@@ -101,7 +101,6 @@ positive_timeout = ms(0.001, MAX_TIMEOUT_S)
 
 
 def truth(flag: str, text: str) -> bool:
-    """Parse a key of --rdzv-conf that is true or false."""
     if text.lower() not in ("true", "false", "1", "0"):
         raise InvalidRequestError(f"{flag}={text} is not true or false")
     return text.lower() in ("true", "1")
@@ -125,7 +124,6 @@ def printable_path(flag: str, text: str) -> Path:
 
 
 def any_name(flag: str, text: str) -> str:
-    """Parse a name that may be empty."""
     return bounds.name(flag, text) if text else ""
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 log = logging.getLogger("rdzv.runtime.systemd")
 
 ASK_TIMEOUT_S = 5.0
-"""The time limit for `systemctl list-jobs`."""
 
 WATCHDOG_BEATS = 3
 """The number of keep-alives sent in each watchdog interval."""

@@ -57,7 +57,6 @@ _SETTINGS = settings_of(RdzvdSettings)
 
 
 def _flag(name: str, **more: Any) -> Callable[[F], F]:
-    """Return a decorator that adds the option `name`, described by its setting (see `_key`)."""
     setting = _SETTINGS[_key(name.removeprefix("--").replace("-", "_"))]
     options: dict[str, Any] = {"metavar": setting.unit or "TEXT", "default": None}
     if setting.choices:
@@ -332,7 +331,6 @@ async def _http(
 
 
 def _page(config: RdzvdSettings, http: Listen | None, tls: Tls | None) -> str:
-    """Return the URL of the web page for other servers' pages; empty if there is none."""
     if http is None:
         return ""
     everywhere = http.unspecified and config.advertise is not None

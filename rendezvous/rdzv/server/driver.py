@@ -111,12 +111,7 @@ class Driver:
     # ---------------------------------------------------------------- start and stop
 
     async def start(self) -> None:
-        """Take over the store and load its contents.
-
-        Raises:
-            RendezvousError: the store is unavailable, or its contents cannot be read.
-
-        """
+        """Take over the store and load its contents."""
         self.leases.start(await self.store.take_over())
         await self.fleet.load()
         await self.tokens.start(self.config.init_admin_token)

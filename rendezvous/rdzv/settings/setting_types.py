@@ -59,13 +59,11 @@ class Setting(Struct, frozen=True, kw_only=True):
     path: str
     """The name of the field, prefixed in the same way, such as `lease.duration_ms`."""
     annotation: Any
-    """The type of the values, excluding None."""
     metas: tuple[Meta, ...]
     kind: Any
     """The class of the values: `int`, `tuple`, a class with a classmethod `parse`, ..."""
     reason: str
     default: Any
-    """The default value, or None if there is no value unless the setting is set."""
     default_words: str = ""
     unit: str = ""
     """The unit of a number, or the format of a string, such as HOST:PORT."""

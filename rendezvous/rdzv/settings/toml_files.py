@@ -228,7 +228,6 @@ def _why_broken(rule: Rule, settings: Table) -> str:
 
 
 def _why_unknown(key: str, known: Iterable[str]) -> str:
-    """Say that a key was removed, or which known key is similar."""
     if instead := instead_of(key):
         return f"was removed: {instead}"
     return f"is unknown; {did_you_mean(key, known, 'docs/configuration.md lists all')}"

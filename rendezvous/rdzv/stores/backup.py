@@ -46,7 +46,6 @@ class BackupHeader(msgspec.Struct, frozen=True, tag_field="kind", tag="backup"):
     """The first line: where the data was stored, which server wrote the backup, and when."""
 
     source: str
-    """A description of where the data was stored, such as `/var/lib/rdzv (sqlite)`."""
     leadership: int
     """The leadership number of the server that wrote the backup; a restored store issues higher
     numbers."""
@@ -141,11 +140,6 @@ async def lines(store: Store, header: BackupHeader) -> AsyncIterator[bytes]:
 
     Only one job at a time is held in memory. The backup contains only committed data, without
     history that is still waiting for a commit.
-
-    Raises:
-        RendezvousConnectionError: the store is unreachable, or a job keeps changing.
-        RendezvousStateError: a job cannot be read; a backup without it is refused.
-
     """
     tally = BackupTally()
     yield tally.passed(header, written_line(header))
@@ -189,12 +183,7 @@ async def _read(store: Store, rdzv_id: str) -> tuple[Stored, tuple[Record, ...]]
 
 
 def verify(file: BinaryIO, name: str) -> Summary:
-    """Read a backup to its end, job by job, and return a summary. `name` is used in errors.
-
-    Raises:
-        RendezvousStateError: it is no backup, is truncated or modified, or is of another version.
-
-    """
+    """Read a backup to its end, job by job, and return a summary. `name` is used in errors."""
     header: BackupHeader | None = None
     trailer: Trailer | None = None
     for line in _lines_of(file, name):

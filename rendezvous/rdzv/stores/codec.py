@@ -50,12 +50,7 @@ def encode(membership: Membership) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Membership:
-    """Return the decoded membership; `where` names the file and the job in errors.
-
-    Raises:
-        RendezvousStateError: the bytes are damaged or in a format that this server cannot read.
-
-    """
+    """Return the decoded membership; `where` names the file and the job in errors."""
     try:
         envelope = _envelope_decoder.decode(data)
         if envelope.format != FORMAT:
@@ -92,12 +87,7 @@ def encode_nodes(node_ids: Sequence[str]) -> bytes:
 
 
 def with_successes(membership: Membership, later: Sequence[bytes], where: str) -> Membership:
-    """Return the membership with nodes from `encode_nodes`, in the order in which they were stored.
-
-    Raises:
-        RendezvousStateError: the bytes are damaged.
-
-    """
+    """Return the membership with nodes from `encode_nodes`, in the order of their success."""
     if not later:
         return membership
     assert membership.round is not None
@@ -121,12 +111,7 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes, where: str) -> bytes:
-    """Return the data that was given to `pack`; `where` names it in errors.
-
-    Raises:
-        RendezvousStateError: the bytes are damaged.
-
-    """
+    """Return the data that was given to `pack`; `where` names it in errors."""
     # JSON starts with a brace or a bracket; deflated data never does.
     if data[:1] in (b"{", b"[", b""):
         return data

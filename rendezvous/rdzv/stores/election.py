@@ -89,7 +89,6 @@ class Election:
         """An object that is notified whenever any of the above changes."""
         self._last_loss = "this server has not led yet"
         self._away = False
-        """Whether etcd was unreachable at the last call."""
         self._loop = asyncio.get_running_loop()
         self._stopped = threading.Event()
 
@@ -267,12 +266,7 @@ class Election:
         await self._news.until(lambda: self._session is not session)
 
     async def replicas(self) -> tuple[Candidate, ...]:
-        """Return all participating servers, sorted by address.
-
-        Raises:
-            RendezvousConnectionError: etcd is unreachable.
-
-        """
+        """Return all participating servers, sorted by address."""
         folder = below(f"{self._prefix}/replicas/")
         pages = await self._client.run(lambda: list(self._client.scan(*folder)))
         found = (replica for page in pages for kv in page if (replica := _read_replica(kv)))
@@ -281,7 +275,6 @@ class Election:
     # ---------------------------------------------------------------- the session
 
     async def _hold_sessions(self) -> None:
-        """Maintain a session with etcd: begin one, renew it until it is lost, and begin another."""
         while True:
             try:
                 session = await self._begin_session()
@@ -306,7 +299,6 @@ class Election:
         return ElectionSession(self._own, lease, ttl_s, sent_s)
 
     async def _end_session(self, reason: str) -> None:
-        """End the current session by revoking its lease, which deletes all its keys."""
         if (session := self._session) is None:
             return
         session.lose(reason)
@@ -361,7 +353,6 @@ class Election:
         self._news.tell()
 
     def _note_answer(self, done: pb.TxnResponse) -> KeyValue | None:
-        """Record and return the leader key, which is all that a transaction has read."""
         (held,) = found_by(done)
         self.note_leader_key(held, done.header.revision)
         return held
@@ -373,7 +364,6 @@ class Election:
         self._news.tell()
 
     def _note_outage(self, error: RendezvousConnectionError | None) -> None:
-        """Log once when etcd becomes unreachable, and once when it is back."""
         if error is not None and not self._away:
             log.warning("the election is paused: %s", error)
         elif error is None and self._away:

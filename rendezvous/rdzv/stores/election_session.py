@@ -111,14 +111,11 @@ class ElectionSession:
         """The reason why the session ended, or None while it holds."""
         self.over = asyncio.Event()
         self.word_until_s = 0.0
-        """The time until which this leader may send messages to nodes."""
         self.word_s = ttl_s / WORDS_PER_TTL
         self.every_s = ttl_s / RENEWALS_PER_TTL
-        """The time from one renewal to the next."""
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._turned_s = now_s()
-        """The time when the event loop last turned."""
         self.stopped = threading.Event()
         """Set when the session has ended; its thread waits for it."""
         self._thread = threading.Thread(target=self.renew_until_lost, name="lease", daemon=True)

@@ -190,26 +190,17 @@ class EtcdClient:
         respond."""
         self._channels = tuple(_channels(config))
         self._current = 0
-        """The index of the member that is asked first."""
         self._answered = [False] * len(self._channels)
         """Whether each member has answered on its present connection."""
         self._followed = False
-        """Whether the states of connections are followed."""
         self.token = ""
-        """The token that etcd has issued to the user, or empty if there is none."""
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="etcd")
 
     @classmethod
     @asynccontextmanager
     async def connected(cls, config: EtcdConfig) -> AsyncIterator[EtcdClient]:
-        """Connect, check that the data can be read, and close when the body ends.
-
-        Raises:
-            InvalidRequestError: user, password, certificates or prefix are refused.
-            RendezvousConnectionError: no endpoint responds.
-
-        """
+        """Connect, check that the data can be read, and close when the body ends."""
         config.check()
         client = cls(config)
         try:
@@ -351,12 +342,7 @@ class EtcdClient:
                 time.sleep(RETRY_S)
 
     def _answering(self) -> int:
-        """Return the index of a member that has answered on its present connection.
-
-        Raises:
-            StoreRefusedError: no member answers.
-
-        """
+        """Return the index of a member that has answered on its present connection."""
         with self._lock:
             if not self._followed:
                 self._followed = True
@@ -381,13 +367,7 @@ class EtcdClient:
     def _attempt(
         self, index: int, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        """Call one endpoint, with a new token if the old one is no longer accepted.
-
-        Raises:
-            StoreRefusedError: etcd refused the call and did nothing.
-            _FailedError: the outcome is unknown; another endpoint may succeed.
-
-        """
+        """Call one endpoint, with a new token if the old one is no longer accepted."""
         until_s = time.monotonic() + timeout_s
         token = self._authenticated(index, until_s)
         try:
@@ -404,7 +384,6 @@ class EtcdClient:
         return answer
 
     def _authenticated(self, index: int, until_s: float) -> str:
-        """Return the user's token, or empty without a user; get one, unless another call has."""
         if not self.config.user:
             return ""
         with self._lock:
@@ -450,7 +429,6 @@ class EtcdClient:
         return first
 
     def _judged(self, error: grpc.RpcError) -> Exception:
-        """Return the error of a call that etcd refused, or that failed."""
         assert isinstance(error, grpc.Call)
         said, status = error.details() or "", error.code()
         by_etcd = said.startswith("etcdserver: ") or status is grpc.StatusCode.UNIMPLEMENTED
@@ -460,7 +438,6 @@ class EtcdClient:
         return _FailedError(error)
 
     def _silent(self, index: int) -> str:
-        """Describe that the last endpoint tried does not answer, and how many others exist."""
         others = len(self.config.endpoints) - 1
         more = f" (and {others} more)" if others else ""
         return f"etcd at {self.config.endpoints[index]}{more} does not answer"
@@ -524,7 +501,6 @@ def leased(key: bytes, lease: int) -> pb.Compare:
 
 
 def get(key: bytes) -> pb.RequestOp:
-    """Read one key."""
     return pb.RequestOp(request_range=pb.RangeRequest(key=key))
 
 

@@ -12,16 +12,10 @@ from rdzv.transport.certificates import check_authorities, check_pair
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 DEFAULT_PORT = 2379
-"""The port on which etcd listens for clients."""
 
 
 def first_line(file: Path, what: str = "etcd password file") -> str:
-    """Read a secret from the first line of a file; `what` describes the file in errors.
-
-    Raises:
-        InvalidRequestError: the line is empty, or the file cannot be read.
-
-    """
+    """Read a secret from the first line of a file; `what` describes the file in errors."""
     try:
         line = file.read_text().partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -54,12 +48,7 @@ class EtcdConfig:
 
     @classmethod
     def parse(cls, endpoints: str, **given: object) -> EtcdConfig:
-        """Parse `HOST:PORT,HOST:PORT`, each with or without http(s)://, into a checked config.
-
-        Raises:
-            InvalidRequestError: a value cannot be used.
-
-        """
+        """Parse `HOST:PORT,HOST:PORT`, each with or without http(s)://, into a checked config."""
         parsed, tls = parse_endpoints(endpoints)
         config = cls(parsed, tls=tls, **given)  # type: ignore[arg-type]
         config.check()
@@ -74,12 +63,7 @@ class EtcdConfig:
         return f"etcd at {','.join(map(str, self.endpoints))}: {self.prefix}"
 
     def check(self) -> None:
-        """Check the configuration. Errors name the value, the reason and the remedy.
-
-        Raises:
-            InvalidRequestError: a value cannot be used; the first such value is named.
-
-        """
+        """Check the configuration. Errors name the value, the reason and the remedy."""
         if not re.fullmatch(r"(/[A-Za-z0-9._-]+)+", self.prefix):
             raise InvalidRequestError(
                 f"etcd prefix {self.prefix!r} cannot be used: it is not a path of letters, digits "
@@ -106,10 +90,6 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], bool]:
 
     >>> parse_endpoints("https://a:1,https://[::1]")
     ((Endpoint(host='a', port=1), Endpoint(host='::1', port=2379)), True)
-
-    Raises:
-        InvalidRequestError: an endpoint is invalid or given twice, or schemes are mixed.
-
     """
     endpoints: list[Endpoint] = []
     schemes: set[str] = set()

@@ -31,7 +31,6 @@ class MemoryStore:
         """The nodes that have succeeded since each job's membership was encoded."""
         self._written: dict[str, Membership] = {}
         self.records: dict[str, deque[Record]] = {}
-        """Each job's history."""
         self.documents: dict[str, tuple[bytes, int]] = {}
         """Each document's content and revision."""
         self._leadership = 0

@@ -101,7 +101,6 @@ class SqliteStore:
         self._directory = directory
         self._history_rows = history_rows
         self._locked = ExitStack()
-        """Resources to release when the file is closed."""
         self._used_by = ""
         self._path = directory / "rdzv.db"
         self.connection = Connection(self._path, on_rollback=self._forget_written)
@@ -117,13 +116,6 @@ class SqliteStore:
         """Open the data directory, creating it if needed, and lock it against other servers.
 
         If a file is refused, not a single byte of it is changed.
-
-        Raises:
-            InvalidRequestError: the directory cannot be used, is in use, or is on a network
-                file system.
-            RendezvousStateError: its data is damaged, or was written by another version of rdzvd or
-                another program.
-
         """
         lock = claim_directory(directory, mountinfo)
         store = cls(directory, history_rows)
@@ -135,11 +127,6 @@ class SqliteStore:
         """Open a data directory read-only, even while a server is using it. All writes are refused.
 
         Nothing is changed. No server can start on the directory until the store is closed.
-
-        Raises:
-            InvalidRequestError: the directory cannot be read.
-            RendezvousStateError: it has no data that this rdzvd can read, or the data is damaged.
-
         """
         store = cls(directory, history_rows)
         try:

@@ -54,8 +54,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """One caller's writes and their outcome."""
-
     apply: Callable[[], Any]
     answer: asyncio.Future[Any]
     result: Any = None
@@ -90,7 +88,6 @@ class Connection:
         self._on_rollback = on_rollback
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
         self._opened = ExitStack()
-        """The connection and its files, used by the thread."""
         self._closed = False
         self._waiting: deque[_Write] = deque()
         self._whole = False
@@ -191,7 +188,6 @@ class Connection:
             raise foreign(self.path, error) from error
 
     def _commit_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Write all waiting writes in one commit, and return their results together."""
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
         if not batch:
             return

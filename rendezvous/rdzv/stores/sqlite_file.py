@@ -122,11 +122,6 @@ def prepare(path: Path) -> None:
     """Ensure that a complete file exists.
 
     The caller has locked its directory. If this raises an exception, the file is unchanged.
-
-    Raises:
-        InvalidRequestError: this user may not write to it.
-        RendezvousStateError: the file is damaged, or its data is not from this rdzvd.
-
     """
     # If `path` is a link, SQLite's own files are next to the real file.
     path = path.resolve()
@@ -147,12 +142,7 @@ def prepare(path: Path) -> None:
 
 
 def inspect(path: Path) -> None:
-    """Check a file that has data, without changing it.
-
-    Raises:
-        RendezvousStateError: it is damaged, or its data is not from this rdzvd.
-
-    """
+    """Check a file that has data, without changing it."""
     mark = read_mark(path)
     with mapped(path), looking(path) as db:
         identify(db, path)
@@ -175,12 +165,7 @@ def why_incomplete(path: Path, lost: str) -> str:
 
 
 def identify(db: sqlite3.Connection, path: Path) -> None:
-    """Check that an open file is this rdzvd's.
-
-    Raises:
-        RendezvousStateError: it was written by another program or another version of rdzvd.
-
-    """
+    """Check that an open file is this rdzvd's."""
     version: int = db.execute("PRAGMA user_version").fetchone()[0]
     ours = db.execute("PRAGMA application_id").fetchone()[0] == _APPLICATION_ID
     if ours and version != SCHEMA_VERSION:
@@ -248,12 +233,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def has_data(path: Path) -> bool:
-    """Return whether a file exists and contains data.
-
-    Raises:
-        RendezvousStateError: only some of the files that SQLite wrote exist.
-
-    """
+    """Return whether a file exists and contains data."""
     path = path.resolve()
     if path.exists() and path.stat().st_size:
         return True
@@ -268,12 +248,7 @@ def has_data(path: Path) -> bool:
 
 
 def try_room(directory: Path) -> None:
-    """Check that there is enough free space to store anything. The test data is removed.
-
-    Raises:
-        OSError: there is no space, or nothing can be written.
-
-    """
+    """Check that there is enough free space to store anything. The test data is removed."""
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(_ROOM_BYTES))
         file.flush()
@@ -356,12 +331,7 @@ class MarkFile:
     """The mark next to a file, kept open for repeated writing."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        """Open the mark file, creating it if needed, and keep it open until the stack is closed.
-
-        Raises:
-            OSError: it cannot be opened.
-
-        """
+        """Open the mark file, creating it if needed, and keep it open until the stack is closed."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         self._fd = os.open(beside(path.resolve(), _MARK), flags, 0o600)
         stack.callback(os.close, self._fd)
@@ -369,12 +339,7 @@ class MarkFile:
         os.ftruncate(self._fd, _LENGTH)
 
     def write(self, mark: StoreMark) -> None:
-        """Overwrite the previous mark. All marks have the same length.
-
-        Raises:
-            OSError: the mark is still the previous one, or is unreadable.
-
-        """
+        """Overwrite the previous mark. All marks have the same length."""
         number = f"{mark.number:020}"
         text = f"{_HEAD} {mark.store} {number} {_check(mark.store, number)}\n"
         os.pwrite(self._fd, text.encode("ascii"), 0)
@@ -407,12 +372,7 @@ def _check(store: str, number: str) -> str:
 
 
 def claim_directory(directory: Path, mountinfo: Path = MOUNTINFO) -> int:
-    """Create the data directory, lock it, and return the descriptor that holds the lock.
-
-    Raises:
-        InvalidRequestError: it cannot be used, is in use, or is on a network file system.
-
-    """
+    """Create the data directory, lock it, and return the descriptor that holds the lock."""
     # Check this before anything is created there.
     _refuse_network_filesystem(directory, mountinfo)
     try:

@@ -135,9 +135,6 @@ class Talk:
         """Offer this node's end of the open connection to a server, unless an address is given.
 
         Returns the address that is offered.
-
-        Raises:
-            RendezvousConnectionError: the address is not known yet, or others cannot use it.
         """
         if self.options.local_addr:
             return self.options.local_addr
@@ -228,7 +225,6 @@ class Talk:
                 log.info("%s: %s", self.options.rdzv_id, self._reason)
 
     def _hear_line(self, line: pb.Assignment) -> None:
-        """Take a place in a round if this node is joining and has not been in a later one."""
         if self.phase is not PartPhase.JOINING or (self.line and line.round <= self.line.round):
             return
         self.phase, self.line, self.over = PartPhase.RUNNING, line, ""

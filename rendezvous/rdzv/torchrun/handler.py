@@ -51,7 +51,6 @@ class RdzvHandler(RendezvousHandler):
     def __init__(self, options: PluginOptions) -> None:
         self._options = options
         self.talk = Talk(options)
-        """The conversation with the server."""
         self._news = self.talk.news
         self._made_at_s = time.monotonic()
         self._joined_at_s = 0.0

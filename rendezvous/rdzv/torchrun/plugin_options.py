@@ -125,7 +125,6 @@ def _read(params: RendezvousParameters, conf: Mapping[str, Any]) -> PluginOption
 
 
 def _own_name() -> str:
-    """Return a default node name that this process has not used before."""
     number = next(_handlers)
     return f"{socket.gethostname()}-{os.getpid()}" + (f"-{number}" if number > 1 else "")
 

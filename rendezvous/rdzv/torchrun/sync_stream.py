@@ -66,7 +66,6 @@ class NodeStream:
         self.apart_since_s: float | None = time.monotonic()
         """When the last connection was lost, or this object was created; None while connected."""
         self.trouble = "no attempt was made"
-        """Why no server is connected."""
         self._outbox: _Outbox | None = None
         self._call: grpc.Call | None = None
         self._heartbeat_interval_s = WELCOME_TIMEOUT_S
@@ -176,7 +175,6 @@ class NodeStream:
                 call.cancel()
 
     def _outgoing(self, outbox: _Outbox) -> Iterator[pb.NodeMessage]:
-        """Yield the messages to send, and a heartbeat after each interval without one."""
         while True:
             try:
                 message = outbox.get(timeout=self._heartbeat_interval_s)
@@ -189,7 +187,6 @@ class NodeStream:
     def _listen(
         self, call: Iterator[pb.ServerMessage], endpoint: Endpoint, watchdog: threading.Timer
     ) -> str:
-        """Receive the server's messages until the stream ends; return why it ended."""
         for message in call:
             watchdog.cancel()
             if message.leadership < self._hello.leadership:
@@ -252,7 +249,6 @@ class NodeStream:
 
 
 def _timer(after_s: float, call: grpc.Call) -> threading.Timer:
-    """Start a timer that cancels the call after `after_s`, unless the timer is cancelled first."""
     timer = threading.Timer(after_s, call.cancel)
     timer.name, timer.daemon = "rdzv-timer", True
     timer.start()

@@ -57,10 +57,6 @@ def own_address(server: Endpoint) -> str:
 
     gRPC does not say over which of the server's addresses it is connected, so this looks at the
     process's own sockets.
-
-    Raises:
-        RendezvousConnectionError: the address is not known yet, or other machines cannot use it.
-
     """
     found = _addresses_of(server.host, server.port)
     peers = {(_plain(address[0]), address[1]) for *_, address in found}
@@ -244,10 +240,6 @@ def listen_at(host: str, port: int) -> socket.socket:
     """Listen as torchrun's store does: on `host` if it is loopback, or on all addresses otherwise.
 
     Names are not resolved, because a host's own name may resolve to loopback on that host.
-
-    Raises:
-        OSError: the port is taken, or may not be bound.
-
     """
     family, address = _bind_address(host, port)
     return socket.create_server(
@@ -302,12 +294,7 @@ class StoreSocket:
 
     @property
     def port(self) -> int:
-        """The port of the held socket. If no socket is held, a new one is bound.
-
-        Raises:
-            OSError: no port can be bound.
-
-        """
+        """The port of the held socket. If no socket is held, a new one is bound."""
         if self._socket is None:
             self._socket = self._bind_new()
             self._offered.add(_port_of(self._socket))

@@ -76,12 +76,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def check_authorities(path: Path, what: str) -> None:
-    """Check that a file contains CA certificates; `what` describes the file in errors.
-
-    Raises:
-        InvalidRequestError: the file cannot be read, or contains no certificate.
-
-    """
+    """Check that a file contains CA certificates; `what` describes the file in errors."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cafile=path)
@@ -92,12 +87,7 @@ def check_authorities(path: Path, what: str) -> None:
 
 
 def check_pair(cert: Path, key: Path, what: str) -> None:
-    """Check that a certificate and a key belong together; `what` describes them in errors.
-
-    Raises:
-        InvalidRequestError: one of them cannot be read, or they do not belong together.
-
-    """
+    """Check that a certificate and a key belong together; `what` describes them in errors."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")
@@ -125,12 +115,7 @@ def _said(error: OSError) -> str:
 
 
 def read_certificate(pem: bytes, what: str) -> Certificate:
-    """Parse the first certificate in a PEM file, which is the holder's own.
-
-    Raises:
-        InvalidRequestError: the file contains no certificate, or one that cannot be parsed.
-
-    """
+    """Parse the first certificate in a PEM file, which is the holder's own."""
     found = _BLOCK.search(pem.decode(errors="replace"))
     if found is None:
         raise InvalidRequestError(f"{what} cannot be used: it holds no certificate in PEM")

@@ -62,12 +62,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, given: Mapping[str, Path | None], environ: Mapping[str, str]) -> Credentials:
-        """Return checked credentials, with those not in `given` taken from the environment.
-
-        Raises:
-            InvalidRequestError: the options conflict, or a file cannot be used.
-
-        """
+        """Return checked credentials, with those not in `given` taken from the environment."""
         files = {
             name: given.get(name) or (Path(environ[variable]) if environ.get(variable) else None)
             for name, variable in VARIABLES.items()
@@ -82,12 +77,7 @@ class Credentials:
         return self.ca is not None
 
     def check(self) -> None:
-        """Check that the credentials can be used.
-
-        Raises:
-            InvalidRequestError: the options conflict, or a file cannot be used.
-
-        """
+        """Check that the credentials can be used."""
         if (self.cert is None) != (self.key is None):
             raise InvalidRequestError(
                 f"client certificate {self.cert} and key {self.key}: one without the other cannot "
@@ -105,12 +95,7 @@ class Credentials:
         self._read_token()
 
     def channel(self, server: Endpoint, options: Sequence[tuple[str, int]]) -> grpc.Channel:
-        """Open a channel.
-
-        Raises:
-            InvalidRequestError: a file cannot be used.
-
-        """
+        """Open a channel."""
         if not self.tls:
             return grpc.insecure_channel(server.target, options=options)
         return grpc.secure_channel(server.target, self._credentials(), options=options)
@@ -135,12 +120,7 @@ class Credentials:
             ) from error
 
     def metadata(self, server: Endpoint) -> Metadata:
-        """Return the metadata to send with every call to a server.
-
-        Raises:
-            InvalidRequestError: the token would be sent unencrypted, or its file cannot be used.
-
-        """
+        """Return the metadata to send with every call to a server."""
         token = self._read_token()
         if not token:
             return ()

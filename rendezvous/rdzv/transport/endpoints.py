@@ -71,7 +71,6 @@ def _check_v6(text: str, host: str) -> None:
 
 
 def _check_host(text: str, host: str, rest: str) -> None:
-    """Refuse an invalid host name, suggesting a remedy for common mistakes."""
     if rest.startswith("//"):
         raise _unusable(text, "it is a URL", "leave out everything but HOST:PORT")
     if ":" in rest:
@@ -99,12 +98,7 @@ def _unusable(text: str, reason: str, remedy: str) -> InvalidRequestError:
 
 
 def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoint, ...]:
-    """Parse one or more comma-separated endpoints.
-
-    Raises:
-        InvalidRequestError: one of them cannot be used, or the text is empty.
-
-    """
+    """Parse one or more comma-separated endpoints."""
     found = tuple(parse_endpoint(part, default_port) for part in text.split(",") if part.strip())
     if not found:
         raise _unusable(text, "it names no host", "write HOST:PORT, or several with commas")

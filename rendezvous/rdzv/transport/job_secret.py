@@ -20,12 +20,7 @@ SECRET_VARIABLES = frozenset({VARIABLE, "RDZV_TOKEN"})
 
 
 def read_secret(environ: Mapping[str, str]) -> str:
-    """Return the job's secret, or an empty string if there is none.
-
-    Raises:
-        InvalidRequestError: the named file cannot be read, or is empty.
-
-    """
+    """Return the job's secret, or an empty string if there is none."""
     if not (name := environ.get(FILE_VARIABLE)):
         return environ.get(VARIABLE, "")
     try:

@@ -15,7 +15,6 @@ from rdzv.transport.channels import CHECK_NODE, PLAIN, Credentials, handshake_tr
 from rdzv.transport.endpoints import Endpoint, parse_endpoint
 
 Options = tuple[tuple[str, int], ...]
-"""The options of a gRPC channel."""
 
 CHANNEL_OPTIONS: Options = (
     # The server is inside the cluster and cannot be reached through an Internet proxy.
@@ -23,7 +22,6 @@ CHANNEL_OPTIONS: Options = (
     # The status of a job with ten thousand waiting nodes exceeds gRPC's own limit of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
 )
-"""The options for every channel to rdzvd."""
 
 CONNECT_S = 2.0
 """How long a connection for calls may take to open: less than a call, since connecting waits for
@@ -58,7 +56,6 @@ STREAM_OPTIONS: Options = (
     # flight.
     ("grpc.http2.bdp_probe", 0),
 )
-"""The options for a node's stream."""
 
 FINAL_REFUSALS = frozenset(
     error.code

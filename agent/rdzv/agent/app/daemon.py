@@ -66,11 +66,6 @@ async def serve(
     On return, all their processes are gone, unless the jobs were left to the next agent.
 
     The configuration is reloaded from `path`.
-
-    Raises:
-        InvalidRequestError: the configuration does not suit this machine.
-        NodeSupersededError: another agent has taken over this node's name.
-        OSError: one of its directories cannot be used.
     """
     settings = loaded.settings
     with single_error(), systemd.watched(), _own_directories(settings):
@@ -127,7 +122,6 @@ class Daemon:
         self._set_log_level = set_log_level
         self._ending = asyncio.Event()
         self._asking: asyncio.Task[None] | None = None
-        """The task that asks systemd why it is ending this agent."""
         self._handing_over = False
         self._reloading: asyncio.Task[None] | None = None
         self._reload_again = False
@@ -268,7 +262,6 @@ class Daemon:
         self._ending.set()
 
     def _leave_jobs(self, signum: signal.Signals) -> None:
-        """Notify the workers and leave when they have exited. Another signal ends the wait."""
         if signum is not signal.SIGTERM or self._ending.is_set():
             self.placements.leave(signum, signum.name)
             return
@@ -340,7 +333,6 @@ class Daemon:
 
 @contextlib.contextmanager
 def _own_directories(settings: AgentSettings) -> Iterator[None]:
-    """Create the agent's directories and lock them against other agents."""
     # Job accounts can traverse it to reach their own folders, but cannot list it.
     mode = 0o711 if settings.user else 0o700
     for key, path in (("state_dir", settings.state_dir), ("runtime_dir", settings.runtime_dir)):
@@ -356,7 +348,6 @@ def _own_directories(settings: AgentSettings) -> Iterator[None]:
 
 
 def _remove_leftovers(runtime_dir: Path, adopted: Iterable[AdoptedRunner]) -> None:
-    """Remove the files left behind by an agent that was killed, except those still in use."""
     in_use = {runner.state.progress_folder for runner in adopted}
     for path in runtime_dir.glob(f"{PROGRESS}*"):
         if path not in in_use:

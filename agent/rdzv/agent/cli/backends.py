@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rdzv.transport.channels import Credentials
 
 DEFAULT_MASTER_PORT = 29500
-"""The default port of torchrun's static back-end."""
 
 _KNOWN = ("rdzv", "c10d", "etcd", "static")
 
@@ -44,11 +43,9 @@ class Meeting:
     elect_by: EtcdConfig | None = None
     """The etcd cluster in which the nodes elect their server."""
     node_id: str = ""
-    """The node name assigned by the back-end, if any."""
     master: Endpoint | None = None
     """MASTER_ADDR and MASTER_PORT as given. Workers reach the store of each round there."""
     why: str = ""
-    """The reason for this choice, for the log."""
     files: Mapping[str, Path | None] | None = None
     """Files of `Credentials` for a standing rdzvd; None if one of the nodes serves."""
 
@@ -60,13 +57,11 @@ class Meeting:
 
 
 def _is_static(options: Namespace) -> bool:
-    """Return whether any of the given options belongs to torchrun's static back-end."""
     given = (options.node_rank, options.master_port)
     return bool(options.master_addr) or given != (None, None)
 
 
 def _is_for_rdzvd(options: Namespace) -> bool:
-    """Return whether any of the given options is useful only with a standing rdzvd."""
     places_node = options.node_id or options.topology
     return bool(places_node or "," in options.rdzv_endpoint or any(_files(options).values()))
 
@@ -254,7 +249,6 @@ def _etcd_config(options: Namespace) -> EtcdConfig:
 
 
 def _as_path(rdzv_id: str) -> str:
-    """Encode a job's name as a path component. Different names have different encodings."""
     return re.sub(r"[^A-Za-z0-9.-]", lambda found: f"_{ord(found[0]):x}_", rdzv_id)
 
 

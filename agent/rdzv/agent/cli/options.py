@@ -45,10 +45,6 @@ def parse_launch(
     `legacy` accepts the command line of torch.distributed.launch. `environ` and `chdir` are the
     job's, and default to this process's own. `counted` is the number of workers if --nproc-per-node
     is a word such as `gpu`; by default, the devices are counted, which may take a while.
-
-    Raises:
-        InvalidRequestError: a value makes no sense; the message gives the value, reason and remedy.
-        SystemExit: --help, --version or --print-completion is done (0).
     """
     environ = dict(os.environ if environ is None else environ)
     args = flags.parse(argv, environ, legacy=legacy)

@@ -129,7 +129,6 @@ class SnapshotsChanged:
 
     snapshots: tuple[Snapshot, ...]
     carrier: CopyCarrier | None = None
-    """The carrier from which other nodes can fetch copies of these snapshots."""
     missing: MissingCopies | None = None
     """The copies that this node was last asked to fetch and could not get."""
 
@@ -164,7 +163,6 @@ class StoreHostExited:
 
     round: int
     reason: str = ""
-    """How it has exited, in words."""
     exit_code: int | None = None
     signal: int | None = None
 

@@ -426,7 +426,6 @@ def _note_kept_exit(work: Work, event: events.KeptExited) -> None:
 
 
 def _note_kept_gone(work: Work) -> None:
-    """Continue without parked workers. They have exited on request, or the fence killed them."""
     state = work.state
     if not state.kept and not state.ending_kept:
         return
@@ -477,7 +476,6 @@ def _suspect_waiting(work: Work) -> None:
 
 
 def _leave_by_signal(work: Work, event: events.Signalled) -> None:
-    """Leave in an orderly way. A second signal cuts the grace period short."""
     if work.state.is_ending:
         if work.state.outcome is not None and work.state.outcome.joins_anew:
             work.state = replace(work.state, outcome=replace(work.state.outcome, joins_anew=False))

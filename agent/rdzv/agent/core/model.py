@@ -110,7 +110,6 @@ class Outcome:
     text: str
     failures: tuple[Failure, ...] = ()
     result: Result | None = None
-    """The job's result, if known."""
     joins_anew: bool = False
     """Whether the node joins the job again as a new one instead of exiting."""
 
@@ -133,17 +132,12 @@ class AgentState:
     workers_gone: bool = True
     """Whether the runner has confirmed that no process still takes part in the round."""
     kept: tuple[KeptWorker, ...] = ()
-    """The parked workers on this node."""
     resuming: tuple[KeptWorker, ...] = ()
     """Kept workers that have not continued in this round yet: they may wait for others."""
     resume_due_ms: int = 0
-    """The time by which these workers must have continued."""
     snapshots: tuple[Snapshot, ...] = ()
-    """The run's snapshots that the runner holds in memory."""
     carrier: CopyCarrier | None = None
-    """The carrier from which other nodes fetch copies of these snapshots."""
     missing_copies: MissingCopies | None = None
-    """The copies that this node was last asked to keep and could not get."""
     watermark: SnapshotMark | None = None
     """The newest snapshots that the server has announced as whole, with the round or later."""
     given_up: SnapshotMark | None = None
@@ -151,7 +145,6 @@ class AgentState:
     ending_kept: bool = False
     """Whether the runner was told to end the parked workers and has not confirmed their end yet."""
     failures: tuple[Failure, ...] = ()
-    """The worker failures of the last round on this node."""
     finished: tuple[Failure, ...] = ()
     """Those of the last round that exited with 0. If others fail for want of them, one is the
     cause."""
@@ -169,7 +162,6 @@ class AgentState:
     disconnected_since_ms: int | None = 0
     """When the connection to the server was lost, or the job began; None while connected."""
     disconnected_reason: str = "none has answered yet"
-    """Why there is no connection to a server, or why the last one was lost."""
     idle_since_ms: int = 0
     """When a worker on this node last took part in a round, or when the job began."""
     notice: DrainNotice | None = None

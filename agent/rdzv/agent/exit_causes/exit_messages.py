@@ -52,7 +52,6 @@ class ExitedWorker:
     stderr: Path | None
     """The worker's log, or None if it shares the agent's stderr."""
     folder: Path | None
-    """The worker's working folder, or None for the agent's own."""
     identity: Identity | None
     kills_before: MemoryKills
     """The kernel's counts from before the worker started."""

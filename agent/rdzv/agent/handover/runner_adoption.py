@@ -204,7 +204,6 @@ class RunnerAdoption:
         return saved.instance if is_ours else None
 
     def _write(self) -> None:
-        """Write the instance atomically to a file that only this user can read."""
         temporary = self._file.with_suffix(".new")
         _remove(temporary)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -54,16 +54,13 @@ class NodeHealth:
         """The interval between checks while the node is idle; 0 if they run only when needed."""
         self.on_change = on_change
         self.failing: tuple[FailingCheck, ...] = ()
-        """The checks that failed when they last ran."""
         self._checks = tuple(checks)
         self._began_s: float | None = None
-        """When the checks last started, or None before the first time."""
         self._looked_at: frozenset[str] = frozenset()
         self._hung: dict[NodeCheck, tuple[asyncio.Task[str], float]] = {}
         """The checks that have not returned by their deadline, and when they began."""
         self._lock = asyncio.Lock()
         self._asked = False
-        """Whether checks were requested."""
         self._lifting = False
         self._woken = asyncio.Event()
 

@@ -184,9 +184,7 @@ class Gpus(Plain):
     """Checks that each GPU responds, and that GPUs without a job are not in use."""
 
     uuids: Sequence[str] = ()
-    """The GPUs that jobs may use."""
     count: int = 0
-    """The minimum number of GPUs."""
     memory_used: int = 0
     """The number of bytes that may be in use on an idle GPU."""
     look_at: Callable[[], tuple[dict[str, int], list[str]]] = look_at_gpus

@@ -163,7 +163,6 @@ def _line(data: bytes) -> str:
 
 
 async def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command to its end; return its exit code and its first line of output."""
     first = b""
 
     def hear(data: bytes) -> None:

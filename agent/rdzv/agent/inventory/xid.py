@@ -36,9 +36,7 @@ class Xid:
     """An Xid error."""
 
     number: int
-    """The number of its record."""
     place: str
-    """The GPU's address on its bus."""
     code: str
     text: str
 

@@ -600,7 +600,6 @@ def _be_snapshot_writer(spec: Mapping[str, Any], fds: list[int], link: socket.so
 
 
 def _apply(spec: Mapping[str, Any], zygote_argv: Sequence[bytes]) -> None:
-    """Apply this worker's own settings, and renew any state that two processes must not share."""
     _die_with_parent(spec["parent"])
     for fd, name in ((1, "stdout"), (2, "stderr")):
         if spec.get(name) is not None:

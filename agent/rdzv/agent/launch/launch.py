@@ -70,7 +70,6 @@ class EventSink:
     destination: str = NO_HANDLER
     """The name of a handler known to torch."""
     backend: str = "rdzv"
-    """The rendezvous back-end named in the events."""
 
 
 @struct(frozen=True)
@@ -302,12 +301,7 @@ async def ask_interpreter(
     timeout_s: float,
     account: Account | None,
 ) -> tuple[bytes, bytes]:
-    """Run the job's interpreter with these arguments. Returns its stdout and stderr.
-
-    Raises:
-        OSError: it cannot be started, or says too much.
-        TimeoutError: it did not end in time and was killed.
-    """
+    """Run the job's interpreter with these arguments. Returns its stdout and stderr."""
     with started_as(account) as how:
         _, answer, complaint = await ask_spared(
             python, *args, timeout_s=timeout_s, env=environ, **how

@@ -229,8 +229,6 @@ def _as_in_sysfs(address: str) -> str:
 
 @struct(frozen=True)
 class _Place:
-    """A worker's NUMA node, and its position among the workers that share the node."""
-
     node: int
     index: int
     sharers: int

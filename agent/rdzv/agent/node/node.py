@@ -141,7 +141,6 @@ def daemon_identity(node_id: str, instance: NodeInstance) -> NodeIdentity:
 
 
 async def _talk(link: ServerLink, drivers: Sequence[JobDriver]) -> list[NodeOutcome]:
-    """Keep the stream open until the last job has ended and the server has been informed."""
     async with asyncio.TaskGroup() as tasks:
         talk = tasks.create_task(link.run())
         outcomes = await asyncio.gather(*(driver.ended for driver in drivers))

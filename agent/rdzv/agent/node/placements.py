@@ -58,7 +58,6 @@ _R = TypeVar("_R")
 class _Held:
     placed: Placed
     gpus: int
-    """The number of GPUs that it gets."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     driver: JobDriver | None = None
@@ -334,7 +333,6 @@ class Placements:
         self._link.decline(held.placed.rdzv_id, held.placed.run, reason)
 
     async def _take_part(self, held: _Held) -> None:
-        """Take part in a job until nothing of it is left."""
         placed = held.placed
         await self._runners.former_gone()
         spec = placed.spec

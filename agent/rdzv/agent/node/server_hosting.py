@@ -167,7 +167,6 @@ def _from_memory(listen: Listen) -> RdzvdSettings:
 
 @contextlib.asynccontextmanager
 async def _serving(config: RdzvdSettings) -> AsyncIterator[tuple[Driver, Listen]]:
-    """Serve from memory until the body ends; yield the driver and the bound address."""
     clock = Clock()
     store = MemoryStore()
     replica = Replica(clock, store.place, VERSION)

@@ -49,7 +49,6 @@ class Share:
     gpus: Sequence[str] | None
     """The UUIDs of its GPUs, or None on a node that has no GPUs."""
     run_dir: Path
-    """The folder for its files."""
     account: Account | None = None
     """The account under which it runs, or None for the agent's own."""
 

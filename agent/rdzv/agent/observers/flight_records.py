@@ -214,9 +214,6 @@ def _sizes(entry: _Entry) -> str:
     >>> raw = msgspec.Raw(b'[[2, 3], [4]]'), msgspec.Raw(b'["Float", "Float"]')
     >>> _sizes(_Entry(input_sizes=raw[0], input_dtypes=raw[1]))
     '[2, 3] [4] Float'
-
-    Raises:
-        ValueError: they are something else.
     """
     if max(len(bytes(entry.input_sizes)), len(bytes(entry.input_dtypes))) > MAX_SIZES_BYTES:
         return ""

@@ -270,7 +270,6 @@ async def _look(
 async def _run(
     py_spy: str, pid: int, way: Sequence[str], timeout_s: float, rights: Mapping[str, Any]
 ) -> bytes:
-    """Return py-spy's output for a process."""
     try:
         code, output, complaint = await ask_spared(
             py_spy,
@@ -303,7 +302,6 @@ def _complaint(text: bytes) -> str:
 
 
 def _why_not(pid: int, complaint: str) -> str:
-    """Explain why py-spy cannot sample a process, and what would help."""
     note = f"py-spy: {complaint}"
     with contextlib.suppress(OSError):
         owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
@@ -353,7 +351,6 @@ def _main_thread(said: list[Any], pid: int) -> Any:
 
 
 def _bounded(threads: Sequence[ThreadStack]) -> tuple[ThreadStack, ...]:
-    """Drop threads beyond `MAX_BYTES`, but never the first one."""
     room, kept = MAX_BYTES, list(threads[:1])
     for thread in threads[1:]:
         room -= sum(len(frame.name) + len(frame.file) + 16 for frame in thread.frames)

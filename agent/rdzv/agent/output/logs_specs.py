@@ -34,7 +34,6 @@ class LogsSpecs:
         self._side: SideProcess | None = None
 
     async def open(self, launch: Launch) -> None:
-        """Load and instantiate the class."""
         output = launch.output
         options = {
             "role": "logs_specs",
@@ -58,7 +57,6 @@ class LogsSpecs:
         await self._side.ready(option)
 
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
-        """Return the output paths for a round's workers."""
         try:
             async with asyncio.timeout(REIFY_TIMEOUT_S):
                 told = await self._ask(round_, environs)

@@ -38,7 +38,6 @@ class WorkerOutput:
     """Its log, or None for the agent's own stdout."""
     stderr: Path | None
     error: Path
-    """The file in which it reports its failure."""
     teed: Mapping[OutputStream, Path] = field(default_factory=dict)
     """The files whose lines are copied to the console."""
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class RoundOutput:
     """The output paths of one round's workers."""
 
     workers: tuple[WorkerOutput, ...]
-    """The workers' paths, by LOCAL_RANK."""
     filtered: Mapping[OutputStream, Path]
     """The files for the lines selected by --duplicate-stdout-filters and related options."""
 
@@ -62,7 +60,6 @@ class WrittenRound:
     number: int
     rank_first: int
     workers: tuple[WorkerOutput, ...]
-    """The workers' paths, by LOCAL_RANK."""
     identity: Identity | None = None
     """The account whose rights are used to read them, or None for this process's own rights."""
     run: str = ""
@@ -80,7 +77,6 @@ class Written:
         self._rounds: dict[int, WrittenRound] = {}
         self._live: int | None = None
         self.ended = False
-        """Whether no more rounds will begin."""
         self.listeners: set[Callable[[], object]] = set()
         """Called when a round begins or ends, and when the job ends."""
 

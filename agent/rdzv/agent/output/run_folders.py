@@ -208,7 +208,6 @@ def _append(index: Path, line: bytes) -> None:
 
 
 def _end_of(index: Path, size: int) -> bytes:
-    """Return the whole lines at the end of an index, at most `size` bytes."""
     with index.open("rb") as file:
         start = max(file.seek(0, os.SEEK_END) - size, 0)
         file.seek(start)
@@ -218,7 +217,6 @@ def _end_of(index: Path, size: int) -> bytes:
 
 
 def _read_index(folder: RunFolder, run: str) -> list[WrittenRound]:
-    """Return a run's newest rounds, oldest first."""
     try:
         # The folder's owner is the account, because the parent folder is this agent's own.
         identity = identity_of_owner(folder.path)

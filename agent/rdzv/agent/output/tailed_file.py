@@ -72,7 +72,6 @@ class TailedFile:
         self._line = self._scanned - len(rest)
 
     def _copy_carried(self, fd: int, end: int, write: Write) -> None:
-        """Copy a line whose beginning was read by earlier calls."""
         if end - self._line <= self._chunk_bytes:
             self._copy_lines(self._pieces(fd, end), write)
         elif self._wants(self._pieces(fd, end)):
@@ -93,7 +92,6 @@ class TailedFile:
         write(batch)
 
     def _wants(self, pieces: Iterable[bytes]) -> bool:
-        """Return whether a line, given in pieces, contains a needle; True without needles."""
         if not self._needles:
             return True
         overlap = max(map(len, self._needles)) - 1

@@ -131,7 +131,6 @@ class _Reader:
     aside: Aside
     written: Written | None = None
     task: asyncio.Task[None] | None = None
-    """The answer to its last request."""
 
     def stop(self) -> None:
         if self.task is not None:
@@ -170,7 +169,6 @@ class _Look:
             written.listeners.discard(self._news.set)
 
     async def _begin_next(self, number: int) -> LogPiece:
-        """Begin the next round with wanted files, with this number or a higher one."""
         while True:
             round_ = self._written.next(number)
             if round_ is not None:
@@ -192,7 +190,6 @@ class _Look:
         return replace(self._said(round_, files, "; ".join(nowhere)), last=not files)
 
     async def _read_round(self, round_: WrittenRound) -> LogPiece | None:
-        """Return the next piece of a round, or None once all of it has been read."""
         files, nowhere = self._files(round_)
         if not all(file.placed for file in files) or (nowhere and not files):
             return await self._begin(round_, files, nowhere)
@@ -253,7 +250,6 @@ class _Look:
         return [files[key] for key in dict.fromkeys((*order, *files))], nowhere
 
     async def _news_came(self, look_s: float = math.inf) -> bool:
-        """Wait for news, at most `look_s`; return False once the request's time is up."""
         until_s = min(self._until_s, asyncio.get_running_loop().time() + look_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
@@ -264,7 +260,6 @@ class _Look:
     # ------------------------------------------------------------------ in the thread
 
     def _place(self, file: _File) -> None:
-        """Determine where to begin in a file and, if it is not followed, where to end."""
         asked = self._asked
         # Either the first read reports the reason, or the file does not exist yet.
         with contextlib.suppress(OSError):
@@ -306,7 +301,6 @@ def _without_file(stderr: bool, path: Path | None, ranks: Iterable[int]) -> str:
 class _File:
     path: Path
     identity: Identity | None
-    """The account whose rights are used to open it."""
     local_rank: int
     rank: int
     stderr: bool

@@ -322,7 +322,6 @@ class RunnerLink:
             self._end(self._exit)
 
     def _notice_exit(self) -> None:
-        """Deliver the runner's last events, followed by the event of its exit."""
         if self._exited.is_set():
             return
         if self._pidfd is not None:

@@ -77,9 +77,7 @@ class NodeIdentity:
     incarnation: int = 0
     """This instance's incarnation, if a previous agent began it; otherwise 0."""
     leadership: int = 0
-    """The highest leadership seen by the previous agent."""
     lease_ms: int | None = None
-    """The lease held by the previous agent."""
 
 
 class ServerLink:
@@ -123,7 +121,6 @@ class ServerLink:
         """The refusal by which this agent was superseded; set along with `is_superseded`."""
         self.is_superseded = asyncio.Event()
         self._refused = False
-        """Whether the server has ended the last stream by refusing this node for now."""
         self._log = ConnectionLog()
         self._closing = asyncio.Event()
         self._unanswered = 0
@@ -147,7 +144,6 @@ class ServerLink:
 
     @property
     def lease_ms(self) -> int | None:
-        """The open stream's lease, or None if no stream is open."""
         return self._lease_ms
 
     def add(self, job: JobPort) -> None:
@@ -364,7 +360,6 @@ class ServerLink:
     async def _listen(
         self, call: Call, endpoint: Endpoint, welcome: pb.ServerMessage | None
     ) -> str:
-        """Process all messages from the server. Returns why they stopped."""
         message = welcome
         while message is not None:
             if message.leadership < self._leadership:
@@ -484,7 +479,6 @@ class ServerLink:
 
 
 async def _read(call: Call) -> pb.ServerMessage | None:
-    """Return the next message, or None if the stream has ended properly."""
     message = await call.read()
     if isinstance(message, pb.ServerMessage):
         return message

@@ -76,9 +76,6 @@ def parse_limits(table: Mapping[str, str]) -> tuple[tuple[str, int, int], ...]:
 
     >>> parse_limits({"nofile": "1024:4096", "core": "0", "memlock": "unlimited"})
     (('nofile', 1024, 4096), ('core', 0, 0), ('memlock', -1, -1))
-
-    Raises:
-        InvalidRequestError: this system does not know a limit, or the value is invalid.
     """
     return tuple((name, *_parse_limit(name, text)) for name, text in table.items())
 
@@ -110,10 +107,6 @@ def parse_umask(text: str) -> int:
 
     >>> parse_umask("0027")
     23
-
-    Raises:
-        InvalidRequestError: it is not an octal umask.
-
     """
     if not text or set(text) - set("01234567") or int(text, 8) > 0o777:
         raise InvalidRequestError(f'{text!r} is not a umask; give octal digits, such as "0027"')

@@ -45,7 +45,6 @@ _WORDS = {
     "loader": ("waits for its data loader", "wait for their data loaders"),
     "gil_held": ("holds the interpreter's lock (GIL)", "hold their interpreters' locks (GIL)"),
 }
-"""The verb phrases for one rank and for several ranks."""
 _OWN_SIZES = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "coalesced")
 """Substrings of the names of operations in which ranks may pass different sizes."""
 _SAME_SIZES = ("all_gather", "allgather", "reduce_scatter")
@@ -61,7 +60,6 @@ class CollectiveRecord:
     sizes: Part = ""
     done: bool = False
     age_ms: Elapsed = 0
-    """The time since it was entered."""
 
 
 @struct(frozen=True)
@@ -110,7 +108,6 @@ class Evidence:
     busy: str = ""
     """`loader` or `gil_held`, if the rank's stack shows this."""
     where: str = ""
-    """The rank's position in the code, according to its stack."""
     in_collective: bool | None = None
     """Whether the rank's stack shows it inside torch.distributed, or None if unknown."""
 
@@ -123,7 +120,6 @@ class HangCause:
     """
 
     kind: str
-    """The kind of cause, which is one of `KINDS`."""
     ranks: tuple[int, ...]
     """The workers that the others are waiting for, or empty if either side may be at fault."""
     group: str
@@ -131,9 +127,7 @@ class HangCause:
     sequence: int
     operation: str
     waiting: tuple[int, ...]
-    """The RANKs that are waiting in that collective."""
     waiting_ms: int
-    """The time for which they have been waiting."""
     sentence: str
     details: tuple[str, ...] = ()
 
@@ -192,7 +186,6 @@ def compare(evidence: Iterable[Evidence], world_size: int = 0) -> HangCause | No
 
 
 def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
-    """Return the groups in which ranks are waiting, largest first."""
     groups: dict[str, dict[int, GroupRecord]] = {}
     for rank, one in known.items():
         for record in one.records or ():
@@ -202,7 +195,6 @@ def _waits(known: Mapping[int, Evidence]) -> list[_Wait]:
 
 
 def _wait(records: Mapping[int, GroupRecord], known: Mapping[int, Evidence]) -> _Wait | None:
-    """Return the wait in a group, given its members' records, or None if no rank is waiting."""
     pending = {rank: one for rank, r in records.items() if (one := r.pending) is not None}
     if not pending:
         return None
@@ -257,7 +249,6 @@ def _mismatch(waits: Iterable[_Wait]) -> HangCause | None:
 
 
 def _sides(of: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """Group ranks by their value, with the largest group first."""
     sides: dict[str, list[int]] = {}
     for rank, what in of.items():
         sides.setdefault(what, []).append(rank)
@@ -414,7 +405,6 @@ def _waited(wait: _Wait, waiting: Collection[int] | None = None) -> str:
 
 
 def _detail(wait: _Wait) -> str:
-    """Describe where the ranks of a group are waiting, and which ranks have not entered."""
     parts = []
     places: dict[tuple[int, str, str], list[int]] = {}
     for rank, one in wait.pending.items():

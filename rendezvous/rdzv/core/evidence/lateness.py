@@ -64,9 +64,7 @@ class Arrivals:
 
     looks: tuple[Mapping[int, Arrival], ...] = ()
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
-    """The current stragglers, by RANK."""
     slow_since_ms: Mapping[int, int] = field(default_factory=dict)
-    """The time since which each of them has been slow."""
 
 
 def chosen(first: int, last: int, most: int) -> list[int]:

@@ -35,7 +35,6 @@ class RankProgress:
     step: int
     age_ms: Elapsed
     rate: Rate | None
-    """None if unknown."""
     behind: int = 0
 
 
@@ -68,7 +67,6 @@ def _silent(word: RankProgress, newest_ms: int) -> bool:
 
 
 def _present_step(word: RankProgress, newest_ms: int) -> float:
-    """Estimate a worker's step at the time of the newest report."""
     return word.step + _steps(word, word.age_ms - newest_ms)
 
 

@@ -27,7 +27,6 @@ EXITED = "X"
 MAX_FRAMES = 128
 """The number of frames kept for each thread. Others are omitted."""
 MAX_GROUPS_TOLD = 8
-"""The maximum number of groups listed in one sentence."""
 
 _ODD_STATES = {
     STOPPED: "stopped by a signal",
@@ -68,10 +67,8 @@ class ThreadStack:
 
     name: Part
     main: bool
-    """Whether this is Python's main thread."""
     frames: Annotated[tuple[StackFrame, ...], First(MAX_FRAMES)]
     holds_gil: bool = False
-    """Whether it holds the interpreter's lock (GIL)."""
 
 
 @struct(frozen=True)
@@ -92,9 +89,7 @@ class WorkerStack:
     """
     node_id: str = ""
     collectives: Annotated[tuple[GroupRecord, ...], First(64)] = ()
-    """The worker's record in each process group, or empty if there is none."""
     no_record: Sentence | None = None
-    """The reason why there is no record of the worker's collectives."""
     exited_ms: Elapsed | None = None
     """How long ago the worker exited, if it has `FINISHED` and that is known."""
 
@@ -149,16 +144,13 @@ class Report:
     round: int
     at_ms: int
     reason: str
-    """The reason why the stacks were captured, as a sentence."""
     groups: tuple[Group, ...] = ()
-    """The groups, largest first."""
     stacks: tuple[WorkerStack, ...] = ()
     """Stacks by RANK, with at least one from each group."""
     left_out: int = 0
     """The number of workers that are in a group but not in `stacks`."""
     silent: tuple[SilentNode, ...] = ()
     cause: HangCause | None = None
-    """The workers that the others are waiting for, if the records of their collectives show it."""
 
     @property
     def summary(self) -> str:

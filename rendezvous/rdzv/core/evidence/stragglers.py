@@ -25,9 +25,7 @@ class Sample:
 
     rank: int
     role: str
-    """The worker's role; only workers of the same role are compared."""
     step_s: float
-    """The time that the worker takes for a step, in seconds."""
 
 
 @struct(frozen=True)
@@ -36,9 +34,7 @@ class Straggler:
 
     rank: int
     age_ms: int
-    """The time for which it has been slow."""
     step_s: float | None = None
-    """The time in seconds that it takes for a step."""
     median_s: float | None = None
     """The time in seconds that the median worker of its role takes for a step."""
     late_ms: float | None = None
@@ -59,7 +55,6 @@ class Pace:
     """The time since which each slow worker has been slow, by RANK, including workers that do not
     straggle yet."""
     stragglers: Mapping[int, Straggler] = field(default_factory=dict)
-    """The current stragglers, by RANK."""
 
 
 def follow(pace: Pace, samples: Iterable[Sample], now_ms: int, after_ms: int) -> Pace:

@@ -39,20 +39,16 @@ class Host:
     taken: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """The number of GPUs taken by each job placed on the node or held by it, by rdzv_id and run."""
     unusable: ReasonItem | None = None
-    """The reason why nothing may be placed on the node now, or None if it is usable."""
     cordoned: bool = False
     """Whether the node is unusable until an operator changes that, or for an unknown period."""
     quarantined: bool = False
-    """Whether the node is quarantined, which lasts for hours."""
 
     @property
     def gpus_free(self) -> int:
-        """The number of the node's GPUs that are not taken by any job."""
         return max(len(self.resources.gpus) - sum(self.taken.values()), 0)
 
     @property
     def places_free(self) -> int:
-        """The number of additional jobs that the node can take."""
         return max(self.resources.capacity - len(self.taken), 0)
 
 
@@ -75,19 +71,16 @@ class Demand:
     """The nodes in `here` that are about to leave; replacements should arrive before they are gone.
     """
     declined: Mapping[str, str] = field(default_factory=dict)
-    """The nodes that could not run the job, with reasons."""
     may_grow: bool = True
     seated: bool = False
     """Whether any node has a seat and may therefore have workers."""
 
     @property
     def staying(self) -> int:
-        """The number of the job's nodes that are staying."""
         return len(self.here) - len(self.going)
 
     @property
     def missing(self) -> int:
-        """The number of additional nodes that the job needs to run at all."""
         return max(self.min_nodes - self.staying, 0)
 
     @property
@@ -102,7 +95,6 @@ class QueuedWait:
 
     reason: Reason
     jobs_before: int
-    """The number of waiting jobs served before this one."""
 
 
 @struct(frozen=True)
@@ -110,11 +102,8 @@ class Plan:
     """The decisions to be made now, by rdzv_id."""
 
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The nodes that each job gets."""
     surplus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The nodes that each job no longer needs."""
     hopeless: Mapping[str, str] = field(default_factory=dict)
-    """The jobs that no node could run, with reasons."""
     stranded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The nodes of each job that cannot run while other nodes are quarantined."""
     waits: Mapping[str, QueuedWait] = field(default_factory=dict)
@@ -153,7 +142,6 @@ def demand(state: State, now_ms: int, going: Collection[str] = ()) -> Demand | N
 
 
 def _may_grow(state: State, now_ms: int) -> bool:
-    """Return whether a job may get more nodes than it needs now."""
     round_, settings = state.membership.round, state.membership.settings
     if round_ is None or not round_.live:
         return True
@@ -174,7 +162,6 @@ def grows_at_ms(state: State) -> int | None:
 
 
 _MOST_REASONS = 3
-"""The maximum number of reasons reported for a job that no node could run."""
 
 
 def place_queued_jobs(
@@ -372,7 +359,6 @@ def nearest_miss(spec: JobSpec, hosts: Iterable[Host]) -> str | None:
 
 
 def _distance(job: Demand, host: Host) -> tuple[int, str]:
-    """Return a sort key for how far a node is from meeting the job's requirements."""
     has = dict(host.resources.labels)
     lacks = sum(1 for name, value in job.spec.labels if has.get(name) != value)
     there = len(host.resources.gpus)

@@ -28,7 +28,6 @@ class NodeResources:
     gpus: Annotated[tuple[Gpu, ...], UpTo(GPUS)] = ()
     labels: Labels = ()
     capacity: Annotated[int, Within(0, 1_024)] = 1
-    """The number of jobs that the node takes at once."""
     topology: Label = ""
     """A label for the node's place in the network. A job's nodes come from one place if possible.
     """
@@ -58,7 +57,6 @@ class Drain:
     """The drain of a node, which leaves all its jobs and takes no others."""
 
     reason: str
-    """The reason, or empty if none was given."""
     due_ms: int
     """The time at which the remaining workers are killed."""
     at_ms: int
@@ -82,7 +80,6 @@ class Drain:
         return told(self.reason)
 
     def left_ms(self, now_ms: int) -> int:
-        """Return the time remaining for the node's workers."""
         return max(self.due_ms - now_ms, 0)
 
     def item(self, node_id: str, now_ms: int) -> ReasonItem:

@@ -168,7 +168,6 @@ class NodeRecord:
     """The time after its last message by which it has killed its own workers, or 0 if it does not.
     """
     until_ms: int = 0
-    """The time at which it is given up, if it is away."""
     firm: bool = False
     """Whether nothing may shorten the wait for it, for example because its absence was announced,
     or because it fences itself."""
@@ -319,7 +318,6 @@ class NodeGivenUp:
     reason: str
     stream: int | None
     silent_ms: int = 0
-    """The time for which the node had been silent."""
 
 
 NodesEvent = NodeConnected | LeaseGrown | NodeAway | NodeGivenUp
@@ -334,7 +332,6 @@ class NodesTransition:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """The time at which the next tick is due, or None if no tick is due."""
         return self.nodes.wake_at_ms
 
 
@@ -408,12 +405,7 @@ def _connect(nodes: Nodes, command: Connect, now_ms: int) -> NodesTransition:
 
 
 def check_fence(fence_after_ms: int, lease_ms: int) -> None:
-    """Refuse a fence that might act only after the node and its seats have been given up.
-
-    Raises:
-        InvalidRequestError: the fence is less than `FENCE_MARGIN_MS` below the lease.
-
-    """
+    """Refuse a fence that might act only after the node and its seats have been given up."""
     if fence_after_ms and fence_after_ms + FENCE_MARGIN_MS > lease_ms:
         most_s = (lease_ms - FENCE_MARGIN_MS) / 1000
         raise InvalidRequestError(
@@ -435,7 +427,6 @@ def _same_instance(old: NodeRecord, command: Connect, leadership: int) -> bool:
 
 
 def _refuse_usurper(nodes: Nodes, old: NodeRecord | None, command: Connect, now_ms: int) -> None:
-    """Refuse an instance that is not allowed to have this node_id now."""
     if old is None or _same_instance(old, command, nodes.leadership):
         return
     if 0 < command.incarnation < old.incarnation:
@@ -542,7 +533,6 @@ def _disconnect(nodes: Nodes, command: Disconnect, now_ms: int) -> NodesTransiti
 
 
 def _grace_ms(rules: LeaseRules, record: NodeRecord, now_ms: int) -> int:
-    """Return how long a node may be absent after the end of its stream."""
     if record.kind is AgentKind.FOREGROUND:
         return RECONNECT_GRACE_MS
     # The stream of a machine that died in silence ends too, by an unanswered ping.
@@ -670,12 +660,10 @@ def _awaited(record: NodeRecord, until_ms: int) -> NodeRecord:
 
 
 def _arriving(nodes: Nodes, now_ms: int) -> bool:
-    """Return whether a node came back a short while ago."""
     return nodes.arrived_ms is not None and now_ms < nodes.arrived_ms + ARRIVALS_QUIET_MS
 
 
 def _returns(record: NodeRecord, now_ms: int) -> bool:
-    """Return whether a node may still be coming back after a takeover."""
     return now_ms < record.returns_until_ms
 
 

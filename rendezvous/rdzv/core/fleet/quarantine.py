@@ -97,9 +97,7 @@ class QuarantineRecord:
     """Everything that is remembered about strikes and quarantines; stored unchanged."""
 
     strikes: tuple[Strike, ...] = ()
-    """The strikes, oldest first."""
     nodes: Mapping[str, Quarantined] = field(default_factory=dict)
-    """The quarantined nodes, by node_id."""
     blamed: tuple[tuple[str, int], ...] = ()
     """Runs that got a node quarantined, with the time until which each is remembered."""
 
@@ -113,7 +111,6 @@ class StrikeOutcome:
 
     record: QuarantineRecord
     event: NodeQuarantined | NodeNotQuarantined | None = None
-    """The decision, or None if no decision was needed."""
 
 
 def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tuple[Strike, ...]:
@@ -236,7 +233,6 @@ def _known(record: QuarantineRecord, strike: Strike) -> bool:
 
 
 def _pruned(record: QuarantineRecord, now_ms: int) -> QuarantineRecord:
-    """Return the record without the entries that no longer count."""
     since_ms = now_ms - WINDOW_MS
     return QuarantineRecord(
         tuple(strike for strike in record.strikes if strike.at_ms > since_ms),

@@ -59,7 +59,6 @@ def report_store_host(work: Draft, command: ReportStoreHost) -> Ignored | None:
 
 
 def end_by_failure(work: Draft, failures: tuple[Failure, ...]) -> None:
-    """End the live round because workers failed."""
     failures = (*failures, *_finished_nodes(work))
     first = root_cause(failures)
     reason = describe_failure(first[0]) if first else "a worker failed"
@@ -148,12 +147,9 @@ def some_succeeded(state: State) -> bool:
 
 @struct(frozen=True)
 class _Charge:
-    """What the end of a round costs its run."""
-
     end: RoundEnd
     failures: tuple[Failure, ...]
     membership: Membership
-    """The membership once this is charged."""
     over: Exceeded | None
     """The reason why the run then fails, or None if it goes on."""
 
@@ -185,7 +181,6 @@ def fails_when_stopped(state: State, now_ms: int) -> bool:
 
 
 def _charge(state: State, round_: Round, ended: RoundEnd, now_ms: int) -> _Charge:
-    """Return what the end of a round costs, as far as its nodes have reported."""
     membership, end = state.membership, replace(ended, settled=True)
     settings, restarts = membership.settings, membership.restarts
     failures = charged_failures(round_)
@@ -217,7 +212,6 @@ def _charge(state: State, round_: Round, ended: RoundEnd, now_ms: int) -> _Charg
 
 
 def _moved(state: State, round_: Round) -> Moved:
-    """Return how far the round came, as far as its nodes have reported."""
     whole = has_whole(round_, state.waiting.values())
     return replace(state.moved, sealed=True) if whole else state.moved
 

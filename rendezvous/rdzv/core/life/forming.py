@@ -23,7 +23,6 @@ GATHER_MS = 10_000
 STORE_BACKOFF_MS = 500
 """The delay before the next round after a store host has failed. It doubles with each in a row."""
 STORE_BACKOFF_MAX_MS = 30_000
-"""The longest such delay."""
 FLAP_WINDOW_MS = 600_000
 """A node that is lost twice within this time waits before it may end a running round."""
 FLAP_HOLD_MS = 60_000
@@ -67,7 +66,6 @@ def _forming(work: Draft) -> bool:
 
 
 def complete_round(work: Draft) -> bool:
-    """Complete a round once all nodes have stopped and the round is due."""
     due_ms = completion_due_ms(work.state) if _forming(work) else None
     if due_ms is None or work.now_ms < due_ms:
         return False
@@ -190,7 +188,6 @@ def time_out_joining(work: Draft) -> bool:
 
 
 def _missing(state: State) -> str:
-    """Describe the nodes that have departed or are stuck, or return an empty string."""
     last = {d.node_id: d for d in state.membership.departures}
     missing = [
         f"{departure.node_id} {departure.state} ({departure.reason})"

@@ -113,7 +113,6 @@ def _admit(work: Draft, command: Join) -> None:
 
 
 def _wait(work: Draft, command: Join, since_ms: int) -> None:
-    """Add a connected node to the waiting nodes, or update its offer if it is already waiting."""
     former = work.state.superseded.get(command.node_id)
     if former is not None and (
         former.incarnation != command.incarnation
@@ -154,7 +153,6 @@ def _number(left_round: int | None) -> int:
 
 
 def _confirm_stopped(work: Draft, command: Join, number: int) -> None:
-    """Free the seat of a node whose workers have left the round, and let it wait for the next."""
     round_ = work.membership.round
     if command.node_id in work.state.seats and round_ is not None:
         failures = failures_on(work, command.node_id, round_, command.failures)
@@ -306,7 +304,6 @@ def replaces_run(state: model.State, command: Join) -> bool:
 
 
 def _refuse_stranger(state: model.State, command: Join | Resume) -> None:
-    """Refuse a node that does not know the run's secret, if the run has one."""
     membership = state.membership
     if membership.secret == command.secret or not state.run_is_open:
         return
@@ -365,7 +362,6 @@ def _settings_mismatch(membership: model.Membership, command: Join) -> SettingsM
 
 
 def _shown(name: str, value: object) -> str:
-    """Format a setting's value, including None, for display."""
     if value is None:
         restarts = name == "max_restarts"
         return "left to each node's own agent (torchrun)" if restarts else "without limit"

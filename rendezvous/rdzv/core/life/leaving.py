@@ -141,7 +141,6 @@ def mark_back(work: Draft, node_id: str) -> Ignored | None:
 
 
 def mark_lost(work: Draft, command: MarkLost) -> None:
-    """Give up a node that the nodes core has declared lost."""
     give_up(work, command.node_id, command.reason, heard=command.heard, silent_ms=command.silent_ms)
 
 

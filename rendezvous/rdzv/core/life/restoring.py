@@ -225,7 +225,6 @@ def not_after(membership: model.Membership, now_ms: int) -> model.Membership:
 
 
 def _times(membership: model.Membership) -> Iterable[int]:
-    """Yield all times of a run that has not ended."""
     yield membership.began_at_ms
     yield membership.resumed_at_ms or 0
     yield from membership.restarts

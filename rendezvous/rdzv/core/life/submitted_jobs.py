@@ -41,12 +41,7 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
 
 
 def refuse_submission(state: State, command: Submit) -> None:
-    """Refuse a submission while a run of the job is open.
-
-    Raises:
-        JobExistsError: a run has not ended.
-
-    """
+    """Refuse a submission while a run of the job is open."""
     old = state.membership
     if not state.run_is_open:
         return
@@ -135,7 +130,6 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
 
 
 def _note_queued(work: Draft) -> None:
-    """Record the time if the job has just lost its last node."""
     if work.state.queued:
         work.store_submission(replace(_submission(work), queued_again_ms=work.now_ms))
 

@@ -112,9 +112,7 @@ class Facts:
     """Facts derived from the participants of one round."""
 
     group_ranks: Mapping[str, int]
-    """The GROUP_RANK of each node, by node_id."""
     longest_shutdown_ms: int
-    """The longest time that any participant gives its workers to stop."""
 
 
 def facts(participants: Participants) -> Facts:
@@ -159,5 +157,4 @@ use GPUs take long to die."""
 
 
 def longest_stop_ms(round_: Round) -> int:
-    """Return the longest time that any participant of a round may take to stop its workers."""
     return facts(round_.participants).longest_shutdown_ms + STOP_MARGIN_MS

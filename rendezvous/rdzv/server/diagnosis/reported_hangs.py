@@ -39,15 +39,11 @@ HELD_BACK_MS = 10_000
 
 @dataclass(eq=False, slots=True)
 class _Episode:
-    """A round in which workers are hanging."""
-
     rdzv_id: str
     run: str
     round: int
     hung: dict[str, tuple[HungWorker, ...]] = field(default_factory=dict)
-    """The workers that are currently hanging, by node_id."""
     timed_out: bool = False
-    """Whether any worker has ended because its collective timed out."""
     all_told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no further reports are expected."""
 
@@ -147,7 +143,6 @@ class ReportedHangs:
             timer.cancel()
 
     async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
-        """Capture and store the stacks; return the report, or None and why there is none."""
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""

@@ -67,10 +67,7 @@ class Starts:
 
 @dataclass(slots=True)
 class _Group:
-    """The entries into one process group's collectives."""
-
     latest: dict[str, int] = field(default_factory=dict)
-    """The latest collective that each node has reported, by node_id."""
     entered_us: dict[int, dict[int, int]] = field(default_factory=dict)
     per_second: float = 0.0
     errors_us: dict[str, int | None] = field(default_factory=dict)
@@ -125,19 +122,14 @@ class LiveRound:
     compared_ms: int
     """When collectives were last compared; initially, when the round was first heard of."""
     progress: dict[str, tuple[int, messages.Progress]] = field(default_factory=dict)
-    """Each node's latest report and the time when it was received, by node_id."""
     step: int = -1
-    """The furthest step."""
     step_at_ms: int = 0
     redone: bool = False
-    """Whether all lost steps have been redone."""
     in_collectives: bool = False
-    """Whether any worker is known to have entered a collective."""
     started: dict[str, tuple[messages.StartedWorker, ...]] = field(default_factory=dict)
     not_loaded: set[str] = field(default_factory=set)
     """The nodes, or the first few of them, that have not loaded some snapshots."""
     forks: set[str] = field(default_factory=set)
-    """The nodes with a zygote that serves the script."""
     looked_ms: int | None = None
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
@@ -145,7 +137,6 @@ class LiveRound:
 
     @property
     def nodes(self) -> dict[int, str]:
-        """The node_id for each RANK."""
         return {rank: p.node_id for p in self.round.participants for rank in p.ranks}
 
     @property
@@ -280,7 +271,6 @@ class RoundReports:
     # ---------------------------------------------------------------- starts
 
     def _note_starts(self, known: LiveRound, node_id: str, said: messages.WorkersStarted) -> bool:
-        """Tell how all workers were started once all nodes have reported."""
         round_ = known.round
         participant = participant_of(round_, node_id)
         assert participant is not None
@@ -308,7 +298,6 @@ class RoundReports:
         return min(max(self._after_ms // looks, LOOK_LEAST_MS), LOOK_MOST_MS)
 
     def _compare_rates(self, known: LiveRound, state: State, now_ms: int) -> None:
-        """Compare the rates of a job's workers, unless they were compared a moment ago."""
         every_ms = self._look_every_ms(LOOKS_AT_RATES)
         if known.looked_ms is not None and now_ms - known.looked_ms < every_ms:
             return

@@ -127,8 +127,6 @@ class Copying:
 
 @dataclass(slots=True)
 class _Job:
-    """What is known about one live round."""
-
     run: str
     round: Round
     held: HeldByNodes
@@ -137,7 +135,6 @@ class _Job:
     whole_ms: int | None = None
     """When the newest mark became whole, or None if that was before the round."""
     given_up: SnapshotMark | None = None
-    """The newest mark that was given up in this round."""
 
     @property
     def announced(self) -> SnapshotMark | None:

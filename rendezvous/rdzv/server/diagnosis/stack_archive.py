@@ -25,12 +25,9 @@ PLACES = tuple(f"stacks-{letter}" for letter in "abcdefghijklmnop")
 """The names of the records. Each record takes at most `STACK_BYTES` plus the JSON
 overhead."""
 PLACES_OF_JOB = 4
-"""The maximum number of records for one job."""
 
 
 class _Document(msgspec.Struct, frozen=True):
-    """The stacks stored in a slot, or None if the slot is empty."""
-
     report: Report | None = None
 
 
@@ -38,7 +35,6 @@ class _Document(msgspec.Struct, frozen=True):
 class _Place:
     name: str
     rdzv_id: str = ""
-    """The job whose stacks are in the slot; empty if the slot is free."""
     run: str = ""
     round: int = 0
     at_ms: int = 0
@@ -81,7 +77,6 @@ class StackArchive:
                     await self._write(place, None)
 
     async def _known(self) -> dict[str, _Place]:
-        """Return the descriptions of all slots, by name, reading those that are not known yet."""
         return {name: await document.known() for name, document in self._documents.items()}
 
     async def _write(self, place: _Place, report: Report | None) -> None:
@@ -119,11 +114,6 @@ def _decoded(name: str, data: bytes) -> Report | None:
 
 
 def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
-    """Choose a slot for stacks.
-
-    The slot is the first of these that exists: the slot of the same round; the job's oldest slot,
-    if the job has used its share; a free slot; the oldest slot of all jobs.
-    """
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
     same = [p for p in own if (p.run, p.round) == (report.run, report.round)]
     if same:

@@ -31,17 +31,12 @@ from rdzv.runtime.clock import Clock, Timer
 from rdzv.structs import replace
 
 Send = Callable[[str, Announcement], bool]
-"""Sends an announcement to a node; returns False if the node has no stream."""
 
 
 @dataclass(eq=False, slots=True)
 class _Taking:
-    """A collection of the stacks in one round."""
-
     waits_for: dict[str, Participant]
-    """The nodes whose answers are not complete yet, by node_id."""
     room: int
-    """The number of bytes left for further stacks."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     ranks: dict[Key, list[int]] = field(default_factory=dict)
     one_of: dict[Key, WorkerStack] = field(default_factory=dict)

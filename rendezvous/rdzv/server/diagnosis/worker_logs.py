@@ -44,7 +44,6 @@ WAIT_MS = 15_000
 """How long a node waits for new output before it answers that there is none."""
 
 Send = Callable[[str, Announcement], bool]
-"""Sends an announcement to a node; returns False if the node has no stream."""
 
 
 class _GoneError(Exception):
@@ -172,13 +171,10 @@ class _NoMoreError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A node that a reader reads from."""
-
     node_id: str
     round: int | None
     """The round that is being read, or None before the first piece."""
     failed: bool = False
-    """Whether the node must not be asked again."""
     connected: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it may be of use to ask the node again."""
     task: asyncio.Task[None] | None = None

@@ -41,7 +41,6 @@ class Engine:
         self._clock = driver.clock
         self._store = driver.store
         self._waiting: dict[str, deque[Asked]] = {}
-        """The commands still to be decided, by rdzv_id."""
 
     def is_waiting(self, rdzv_id: str) -> bool:
         """Return whether a command is waiting for a job, which then stays in memory."""
@@ -186,12 +185,7 @@ class Engine:
         return [outcome for outcome in outcomes if isinstance(outcome, RendezvousError)]
 
     async def _check(self, job: Job, step: Step, decided: list[Step]) -> None:
-        """Refuse a step that breaks a guarantee, after storing the steps before it.
-
-        Raises:
-            InvariantError: the step breaks a guarantee; the job has been reloaded.
-
-        """
+        """Refuse a step that breaks a guarantee, after storing the steps before it."""
         broken = violations(step.before, step.after)
         if broken:
             earlier, decided[:] = tuple(decided), ()
@@ -199,7 +193,6 @@ class Engine:
             raise await self._reload_broken(job, step.command, broken)
 
     async def _settle(self, job: Job, steps: Sequence[Step]) -> None:
-        """Persist the decided steps if they changed the durable half, and publish them in order."""
         if not steps:
             return
         stored = steps[-1].after.membership is not job.state.membership

@@ -87,7 +87,6 @@ class Job:
     doubt: tuple[Step, ...] = ()
     """The steps whose commit may or may not have happened."""
     pending: tuple[Record, ...] = ()
-    """The history rows waiting for the next commit."""
     published: int = 0
     """The number of history rows that this job has had in memory."""
     node_ids: set[str] = field(default_factory=set)
@@ -135,12 +134,6 @@ class Jobs:
         """Claim a job, and yield it loaded and with no step in doubt.
 
         Waits for other claims to end. When the body ends, an idle job is dropped from memory.
-
-        Raises:
-            RendezvousConnectionError: the store is unavailable.
-            RendezvousStateError: the stored job cannot be read.
-            LimitExceededError: too many jobs are in memory.
-
         """
         job = self._jobs.get(rdzv_id) or self._new_job(rdzv_id)
         job.claims += 1
@@ -211,13 +204,7 @@ class Jobs:
         self.note_end(job)
 
     async def write(self, job: Job, written: Awaitable[T]) -> T:
-        """Await a write to a job and return its result; on a conflict, reload the job.
-
-        Raises:
-            StoreRefusedError: another server wrote the job first, and nothing was written; retry.
-            RendezvousError: the write failed.
-
-        """
+        """Await a write to a job and return its result; on a conflict, reload the job."""
         try:
             return await written
         except RevisionConflictError as error:
@@ -260,7 +247,6 @@ class Jobs:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """The current states of all jobs in memory, including every job that has not ended."""
         return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
 
     @property
@@ -269,12 +255,7 @@ class Jobs:
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
-        """Load every job that has not ended and record when the others ended; skip unreadable jobs.
-
-        Raises:
-            RendezvousConnectionError: the store is unavailable.
-
-        """
+        """Load every job that has not ended, and when the others ended; skip unreadable jobs."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if isinstance(stored, errors.RendezvousStateError):

@@ -32,7 +32,6 @@ PROBE = "store-probe"
 STORE_RETRY_MS = 1_000
 """How often a store that is away is tried again."""
 MOST_NAMED = 4
-"""The maximum number of waiting commands named in one sentence."""
 FRESH_RETRIES = 3
 """If a command is not repeated within this many retry intervals, its node is gone and the command
 is no longer waiting."""
@@ -279,14 +278,7 @@ class KeyValueRecord(Generic[T]):
         return self.value
 
     async def swap(self, value: T, data: bytes) -> None:
-        """Store `data`, the encoded form of `value`, and then update the known value.
-
-        Raises:
-            StoreRefusedError: another writer was first, or the store accepts no writes; retry.
-            RendezvousConnectionError: the value may have been stored; retry.
-            RendezvousError: the value was not stored.
-
-        """
+        """Store `data`, the encoded form of `value`, and then update the known value."""
         try:
             self.revision = await self._store.swap_document(self._name, data, self.revision)
         except RevisionConflictError as error:

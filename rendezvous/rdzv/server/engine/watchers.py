@@ -30,11 +30,9 @@ class Watchers:
         """The rdzv_ids of watched jobs that have made progress since progress was last reported."""
         self._progress_timer = Timer(clock, lambda _: self._show_progress())
         self.closed = False
-        """Whether watching has ended."""
 
     @property
     def followers(self) -> int:
-        """The number of callers that follow all changes."""
         return len(self._followers)
 
     @property

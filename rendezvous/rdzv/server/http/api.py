@@ -173,12 +173,7 @@ class Api:
                 coming.exception()
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes) -> None:
-        """Write to a reader, and drop the reader if it accepts no data for too long.
-
-        Raises:
-            ConnectionResetError: the reader was dropped.
-
-        """
+        """Write to a reader, and drop the reader if it accepts no data for too long."""
         try:
             async with asyncio.timeout(STREAM_WRITE_S):
                 await response.write(data)

@@ -23,14 +23,12 @@ _MAX_HEADER_BYTES = 32 * 1024
 
 
 CONNECTIONS = 2_048
-"""The number of connections to the HTTP port."""
 
 CONNECTIONS_PER_PEER = 512
 """The number of connections from one address. Browsers behind a proxy share one."""
 
 
 FIRST_REQUEST_S = 10.0
-"""How long a new connection may take for its first request."""
 
 
 class ConnectionLimits:

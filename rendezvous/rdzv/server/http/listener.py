@@ -68,7 +68,6 @@ class Serving:
     bound: Listen
     """The listening address, with the actual port for port 0."""
     feeds: Feeds
-    """The feeds of the JSON API."""
 
 
 @asynccontextmanager
@@ -82,7 +81,6 @@ async def serving_http(
     tls: Tls | None = None,
     gate: Gate | None = None,
 ) -> AsyncIterator[Serving]:
-    """Serve HTTP until the body ends."""
     gate = gate or Gate(replica, clock, config, metrics.metrics)
     app = web.Application(
         middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(gate)]

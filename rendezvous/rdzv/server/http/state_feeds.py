@@ -69,7 +69,6 @@ class Reader:
         self._bytes = 0
         self._news = asyncio.Event()
         self.ended: errors.RendezvousError | None = None
-        """The reason why the reader has ended, or None while it is open."""
 
     def put(self, frames: Iterable[bytes]) -> None:
         """Queue frames without waiting, and end the reader if too much is queued."""
@@ -253,7 +252,6 @@ class FleetFeed(Feed):
         gone: Set[str],
         fresh: Collection[Reader],
     ) -> None:
-        """Send all rows to fresh readers, and to others what has changed of them."""
         told, old = self._told[kind], self.readers.difference(fresh)
         news = [row for name, row in rows.items() if told.get(name) != contents[name]]
         told.update(contents)
@@ -345,7 +343,6 @@ class Feeds:
         self.by_rdzv_id: dict[str | None, Feed] = {}
         """The feeds, by rdzv_id. The key None is for the feed of all jobs and nodes."""
         self.readers = 0
-        """The number of readers across all feeds."""
         self._closed = False
 
     @classmethod

@@ -48,7 +48,6 @@ class JobOperations:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.watching = 0
-        """The number of callers that are watching a job."""
 
     # ---------------------------------------------------------------- shown
 

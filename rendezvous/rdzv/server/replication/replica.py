@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("rdzv.replica")
 
 LOOK_EVERY_S = 2.0
-"""How often the list of servers is read."""
 HEAD_START_S = 0.15
 """How much longer each server waits before trying to lead than the server before it in the
 order."""
@@ -77,12 +76,7 @@ class Replica:
 
     @property
     def driver(self) -> Driver:
-        """The driver, which exists only while this server leads.
-
-        Raises:
-            NotLeaderError: this server does not lead; the error names the leader, if known.
-
-        """
+        """The driver, which exists only while this server leads."""
         if self._driver is None or not self.proven:
             raise self._not_leader()
         return self._driver
@@ -91,10 +85,6 @@ class Replica:
         """Return the driver; while no server leads, first wait a moment for a leader.
 
         This brings nodes that have lost a leader to the next one immediately, without polling.
-
-        Raises:
-            NotLeaderError: this server does not lead; the error names the leader, if known.
-
         """
         if self.proven:
             return self.driver
@@ -239,7 +229,6 @@ class Replica:
             leader = await election.changed(leader)
 
     async def _keep_order(self, election: Election) -> None:
-        """Read the list of servers regularly, and send it to nodes for the next takeover."""
         while True:
             try:
                 found = await election.replicas()

@@ -109,7 +109,6 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _admitted(self, method: str, request: Any, context: Any) -> AsyncIterator[None]:
-        """Serve a call in the body if the gate admits it, and end it with the status of errors."""
         admitted = False
         call = Call(
             what=verb_of(method),

@@ -295,7 +295,5 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
 
 
 class _NoMethods:
-    """A method table without handlers, passed to gRPC."""
-
     def resolve_handler(self, _: object) -> None:
         """Return None, so that gRPC answers UNIMPLEMENTED."""

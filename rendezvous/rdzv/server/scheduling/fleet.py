@@ -93,7 +93,6 @@ class Fleet:
             driver.store, NODES, msgspec.json.Decoder(Restrictions).decode
         )
         self.reported: dict[str, Reported] = {}
-        """What each known node has reported."""
         self.wishes: dict[str, Drain] = {}
         """The drains that nodes have announced themselves."""
         self._lost_targets: dict[str, tuple[str, int]] = {}
@@ -224,10 +223,6 @@ class Fleet:
         """Store a change before it takes effect, and tell those whom it concerns.
 
         With `anyhow`, it takes effect even if the store refuses it for good.
-
-        Raises:
-            RendezvousError: the change was not stored; retry.
-
         """
         async with self._writing:
             before = self.restrictions

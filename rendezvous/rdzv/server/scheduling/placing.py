@@ -43,7 +43,6 @@ class Placer:
         self.settled_at_ms = 0
         """The time until which nodes may still be reconnecting to this server."""
         self.stopped = False
-        """Whether `stop` has been called."""
         self._timer = Timer(driver.clock, self._look)
         self._waits: Mapping[str, job_queue.QueuedWait] = {}
 
@@ -122,7 +121,6 @@ class Placer:
         return True
 
     def _decide(self) -> list[tuple[str, Command]]:
-        """Return the commands that are due now, and set the timer for later ones."""
         now_ms = self._clock.now_ms()
         states = [
             state for state in self._driver.jobs.states if state.membership.submission is not None

@@ -77,10 +77,8 @@ class Caller:
 
 
 ANYBODY = Caller("", IMPLIED[Role.ADMIN], "anybody")
-"""Any caller of a server that requires no proof."""
 
 NOBODY = Caller("", frozenset(), "nobody")
-"""A caller without proof, at a server that requires it."""
 
 present: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
 """The caller whose call is served by the current task."""

@@ -196,13 +196,10 @@ class Call:
     what: str
     """The call in plain words, for refusals and, unless it has a `verb`, for the audit."""
     row: Row | None
-    """Its row of the table of roles, or None if it has none."""
     request: object
     """What it names: a job, a node or a token; its run and its reason."""
     peer: str
-    """The address from which it comes."""
     header: str | None
-    """Its `authorization` header."""
     certified: Callable[[], Caller | None]
     """Returns the caller that TLS has verified, or None if the caller presented no certificate."""
     verb: str = ""
@@ -233,13 +230,7 @@ class Gate:
 
     @asynccontextmanager
     async def admitted(self, call: Call) -> AsyncIterator[None]:
-        """Serve a call in the body if its caller may make it, and record what it changes.
-
-        Raises:
-            DeniedError: the caller may not make this call.
-            UnauthenticatedError, NotLeaderError, RendezvousConnectionError: see `_identify`.
-
-        """
+        """Serve a call in the body if its caller may make it, and record what it changes."""
         caller, row = callers.NOBODY, call.row
         try:
             if row is None:
@@ -267,15 +258,7 @@ class Gate:
             raise
 
     async def _identify(self, call: Call) -> Caller:
-        """Identify the caller by its `authorization` header or, if it has none, its certificate.
-
-        Raises:
-            UnauthenticatedError: the caller sent neither, or its token or certificate is invalid.
-            NotLeaderError: the caller sent a token, but only a leading server knows tokens.
-            RendezvousConnectionError: the caller sent a service account's token whose key is
-                unknown and cannot be fetched now.
-
-        """
+        """Identify the caller by its `authorization` header or, if it has none, its certificate."""
         if not self._config.authenticates:
             return ANYBODY
         if call.header is not None:

@@ -46,7 +46,6 @@ REFRESH_EVERY_S = 600.0
 """How often the keys are fetched again. A token with an unknown key has them fetched at once."""
 
 RETRY_S = 10.0
-"""The minimum time between two fetches."""
 
 FETCH_WITHIN_S = 5.0
 """How long a fetch, which makes two requests, may take."""
@@ -71,7 +70,6 @@ sign."""
 
 Keys = Mapping[str, jwt.PyJWK]
 Fetch = Callable[[], Awaitable[Keys]]
-"""Returns the keys by `kid`, or raises `FetchError`."""
 
 
 class FetchError(Exception):
@@ -103,14 +101,7 @@ class IssuerKeys:
         self._waiting = 0
 
     async def key(self, kid: str) -> jwt.PyJWK:
-        """Return a key; if it is unknown, wait for a fetch that begins after this call.
-
-        Raises:
-            UnauthenticatedError: the issuer has no such key.
-            RendezvousConnectionError: the keys cannot be fetched; retry.
-            LimitExceededError: too many calls are waiting for unknown keys.
-
-        """
+        """Return a key; if it is unknown, wait for a fetch that begins after this call."""
         if (found := self._known(kid)) is not None:
             return found
         if self._waiting >= MOST_WAITING:
@@ -256,7 +247,6 @@ def read_keys(document: Mapping[str, object]) -> Keys:
 _SUBJECT = re.compile(r"system:serviceaccount:([a-z0-9-]{1,63}):([a-z0-9.-]{1,253})")
 
 _CLAIMS = ["iss", "sub", "aud", "exp"]
-"""The claims that a token must contain."""
 
 
 _UNREADABLE = (jwt.PyJWTError, ValueError, TypeError, RecursionError, OverflowError)

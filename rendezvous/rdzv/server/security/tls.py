@@ -48,13 +48,6 @@ class Tls:
     """
 
     def __init__(self, files: TlsSettings) -> None:
-        """Read the files.
-
-        Raises:
-            InvalidRequestError: a file is unusable; the message names the file, the reason and the
-                remedy.
-
-        """
         self._files = files
         self._lock = threading.Lock()
         self._now = self._load()

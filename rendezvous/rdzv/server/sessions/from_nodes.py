@@ -73,10 +73,6 @@ class NodeCommands:
 
         While the store is unavailable or the previous run is stopping, this retries, and the node
         is sent the reason.
-
-        Raises:
-            RendezvousError: the command was refused.
-
         """
         guard = None
         if isinstance(command, Join | Resume):

@@ -100,12 +100,10 @@ class Stream:
         self.incarnation = incarnation
         self.instance = instance
         self.caller = caller
-        """The caller that opened the stream and is responsible for the node's messages."""
         self._on_send = on_send
         self.greeted = False
         """Whether all beliefs in the node's hello have been handled."""
         self.takes_several = takes_several
-        """Whether the node can read several messages packed into one."""
         self.outbox = StreamOutbox(limit, lingers=takes_several)
         self.last_announced: dict[str, messages.Announcement] = {}
         self._ended: asyncio.Future[errors.RendezvousError | None] = (
@@ -175,7 +173,6 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
-        """Whether all streams have been closed and no more can be opened."""
 
     @property
     def open(self) -> Mapping[str, Stream]:

@@ -20,7 +20,6 @@ from rdzv.transport.endpoints import DEFAULT_PORT, Listen
 log = logging.getLogger("rdzv.server")
 
 DEFAULT_FILE = Path("/etc/rdzv/rdzvd.toml")
-"""The file that is read if it exists and no other file is named."""
 
 _EXAMPLE = f"127.0.0.1:{DEFAULT_PORT}"
 

@@ -267,7 +267,6 @@ class JobPage:
         )
 
     def _add(self, rdzv_id: str, **found: Value | Mapping[str, Value]) -> None:
-        """Add values, or several by a label that is already written."""
         job = f'rdzv_id="{_escaped(rdzv_id)}"'
         for name, value in found.items():
             several = value if isinstance(value, Mapping) else {"": value}

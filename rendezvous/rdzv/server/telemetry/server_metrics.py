@@ -144,9 +144,7 @@ class JobTally:
     since_ms: int
     ended_ms: int | None = None
     final: JobState | None = None
-    """The state in which the run ended, or None if it has not ended."""
     running_ms: int = 0
-    """The total time for which earlier rounds were live."""
     running_since_ms: int | None = None
     round_ended_ms: int | None = None
     settled_ms: int | None = None
@@ -186,8 +184,6 @@ class JobTally:
 
 @dataclass(slots=True)
 class _Job:
-    """A job's current or last run, and the totals of its earlier runs."""
-
     book: Book
     earlier: Counter[str] = field(default_factory=Counter)
     earlier_nodes: Counter[str] = field(default_factory=Counter)
@@ -406,7 +402,6 @@ class Metrics:
 
 
 def _replaced(last: Round, round_: Round) -> int:
-    """Count the nodes from the last round whose places other nodes have taken in this one."""
     before = {participant.node_id for participant in last.participants}
     after = {participant.node_id for participant in round_.participants}
     return min(len(before - after), len(after - before))

@@ -55,7 +55,6 @@ _recorded_by = {"pid": 0}
 
 
 def _undo(hook: str) -> None:
-    """Undo the changes to the environment that made the interpreter import this file."""
     path = os.environ.pop("RDZV_PYTHONPATH", None)
     if path is None:
         os.environ.pop("PYTHONPATH", None)
@@ -83,7 +82,6 @@ class _Finder:
 
 
 def _wrap_after(loader: Any) -> None:
-    """Make a loader wrap the function in the module that the loader executes."""
     execute = loader.exec_module
 
     def exec_module(module: Any) -> None:
@@ -145,7 +143,6 @@ def _show_members(module: Any, group: Any) -> None:
 
 
 def _serve() -> None:
-    """Start the server if this process does not have one."""
     if _served_by["pid"] == os.getpid():
         return
     _served_by["pid"] = os.getpid()
@@ -324,7 +321,6 @@ def _in_collective(functions: dict[str, bool]) -> bool:
 
 
 def _text_of(error: Any) -> str:
-    """Return the exception's text, or its description in a traceback if it has none."""
     try:
         return str(error)
     except Exception:
@@ -365,7 +361,6 @@ def _leave_record(error: str, *, failed: bool) -> None:
 
 
 def _log_level() -> ctypes.c_int:
-    """Return torch's variable for the lowest level that its C++ code logs to stderr."""
     import ctypes
 
     import torch
@@ -385,7 +380,6 @@ def _never_end(server: Any) -> None:
 
 
 def _folder() -> str:
-    """Return the folder that this worker shares with its agent; empty if there is none."""
     return os.path.dirname(os.environ.get("RDZV_PROGRESS_FILE", ""))
 
 
