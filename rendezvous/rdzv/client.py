@@ -195,7 +195,7 @@ class ControlClient:
 
     def jobs(self) -> tuple[JobSummary, ...]:
         """Return all jobs known to the server, sorted by name."""
-        found = self._ask(answers.Jobs, "ListJobs")
+        found = self._ask(answers.JobList, "ListJobs")
         self.store_away = found.store_away
         return found.jobs
 
@@ -203,7 +203,7 @@ class ControlClient:
         """Return a job's newest `limit` events, oldest first. With 0, the server sets the limit."""
         if not 0 <= limit < 2**32:
             raise InvalidRequestError(f"limit {limit} cannot be used: it must be 0 or above")
-        return self._ask(answers.Events, "ListEvents", rdzv_id=rdzv_id, limit=limit).events
+        return self._ask(answers.EventList, "ListEvents", rdzv_id=rdzv_id, limit=limit).events
 
     def forget(self, rdzv_id: str, reason: str) -> None:
         """Delete a job that has ended, along with its history."""
@@ -342,18 +342,18 @@ class ControlClient:
 
     def tokens(self) -> tuple[Token, ...]:
         """Return all tokens."""
-        return self._ask(answers.Tokens, "ListTokens").tokens
+        return self._ask(answers.TokenList, "ListTokens").tokens
 
     def revoke_tokens(self, id_or_name: str) -> tuple[Token, ...]:
         """Revoke the token with this id, or all tokens with this name, and return those revoked."""
-        return self._ask(answers.Tokens, "RevokeTokens", id_or_name=id_or_name).tokens
+        return self._ask(answers.TokenList, "RevokeTokens", id_or_name=id_or_name).tokens
 
     def audit(self, limit: int = 0) -> tuple[Event, ...]:
         """Return the newest `limit` audit events, oldest first.
 
         With 0, the server sets the limit.
         """
-        return self._ask(answers.Events, "ListAudit", limit=limit).events
+        return self._ask(answers.EventList, "ListAudit", limit=limit).events
 
     def submit(
         self, rdzv_id: str, run: str, settings: Settings, spec: JobSpec, submitted_by: str
@@ -393,7 +393,7 @@ class ControlClient:
 
     def nodes(self, *node_ids: str) -> tuple[Node, ...]:
         """Return all connected, away, cordoned or quarantined nodes, or only `node_ids`."""
-        found = self._ask(answers.Nodes, "ListNodes", node_ids=node_ids)
+        found = self._ask(answers.NodeList, "ListNodes", node_ids=node_ids)
         self.store_away = found.store_away
         return found.nodes
 
@@ -422,7 +422,7 @@ class ControlClient:
 
     def servers(self) -> tuple[answers.Server, ...]:
         """Return the servers that share a store, including the leader."""
-        return self._ask(answers.Servers, "ListServers").servers
+        return self._ask(answers.ServerList, "ListServers").servers
 
     def _ask(self, kind: type[T], rpc: str, **fields: Any) -> T:
         return read(kind, self._call(rpc, _request(rpc, **fields)))

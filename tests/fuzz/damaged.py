@@ -67,7 +67,7 @@ _WORDS = (
 )
 _REQUESTS = (
     *("start_workers", "stop_workers", "notify_workers", "stop_store_host", "renew_fence"),
-    *("keep_zygote", "serve", "keep", "heard", "adopt", "no_such"),
+    *("keep_zygote", "serve", "keep", "forget_events", "adopt", "no_such"),
 )
 _TOLD = tuple(EVENTS)
 _SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -97,7 +97,7 @@ _SHAPES: Mapping[str, Mapping[str, Any]] = {
     "keep_zygote": {"argv": ["python"], "env": {}, "cwd": None, "modules": ["json"], "wait_s": 1.0},
     "serve": {"socket": "@socket", "orphan_timeout_s": 1.0, "grace_s": 1.0},
     "keep": {"name": "state", "value": "x"},
-    "heard": {"number": 1},
+    "forget_events": {"number": 1},
     "hello": {
         "type": "hello",
         "version": PROTOCOL_VERSION,

@@ -30,7 +30,15 @@ from rdzv.ctl.layout import Page
 from rdzv.structs import field_names
 from rdzv.transport.wire import read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view.answers import Event, JobStatus, JobSummary, LogLines, Node, Server, StackReport
+from rdzv.view.answers import (
+    Event,
+    JobStatus,
+    JobSummary,
+    LogLines,
+    Node,
+    Server,
+    StackReport,
+)
 from rdzv.view.history import KINDS
 from rdzv.view.log_lines import Printer
 from tests.fuzz import messages, surface

@@ -712,7 +712,7 @@ def test_after_a_malformed_frame_the_agent_is_lost(sent: bytes, reason: str) -> 
 
 def test_what_crosses_a_shutdown_is_no_error() -> None:
     """An agent confirms what it has heard, and asks again if the end takes long."""
-    shutdown, heard = frame({"type": "shutdown"}), frame({"type": "heard", "number": 0})
+    shutdown, heard = frame({"type": "shutdown"}), frame({"type": "forget_events", "number": 0})
     with bare_runner() as sock:
         sock.sendall(shutdown + heard + shutdown + frame({**STOP, "grace_ms": 0}))
         assert read_event(sock)["reason"] == "the runner is shutting down"

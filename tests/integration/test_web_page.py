@@ -23,7 +23,7 @@ from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.structs import as_dict, replace
-from rdzv.view.explain import view
+from rdzv.view.job_status import view
 
 DEADLINE_MS = 90_000
 FLAGS = (

@@ -25,7 +25,7 @@ from rdzv.core.fleet import nodes
 from rdzv.core.fleet.nodes import NodesCommand, NodesEvent
 from rdzv.core.model import Tuning
 from rdzv.errors import RendezvousError
-from rdzv.view.explain import view
+from rdzv.view.job_status import view
 from tests.scenarios import language
 from tests.support.builders import SETTINGS, Job
 

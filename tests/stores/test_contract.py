@@ -34,7 +34,7 @@ from rdzv.core.model import (
     ScaleUp,
     Settings,
     Spent,
-    Submission,
+    SubmittedRun,
 )
 from rdzv.errors import (
     InvalidRequestError,
@@ -737,7 +737,7 @@ def test_the_envelope_names_its_format() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"submission": Submission(JobSpec(("t.py",), env=(("K", "v"),)), "ada", 5, ("n1",))},
+        {"submission": SubmittedRun(JobSpec(("t.py",), env=(("K", "v"),)), "ada", 5, ("n1",))},
         {"settings": Settings(1, 2, scale_up=ScaleUp.AFTER, scale_up_after_ms=5)},
         {"settings": Settings(1, 2, max_preemptions=0)},
         {"settings": Settings(1, 2, max_store_failures=0)},

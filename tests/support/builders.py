@@ -29,7 +29,7 @@ from rdzv.core.life.runs import vacant
 from rdzv.core.rendezvous import Transition, step
 from rdzv.errors import RendezvousError
 from rdzv.structs import replace
-from rdzv.view.explain import view, waiting_reason
+from rdzv.view.job_status import view, waiting_reason
 
 SETTINGS = model.Settings(min_nodes=2, max_nodes=3, last_call_timeout_ms=5_000)
 RUN = "run-1"

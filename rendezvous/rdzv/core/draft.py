@@ -54,7 +54,7 @@ class Draft:
         of: str | None,
         seats: Mapping[str, model.Seat] | None = None,
         waiting: Mapping[str, model.WaitingNode] | None = None,
-        stuck: Mapping[str, model.Stuck] | None = None,
+        stuck: Mapping[str, model.StuckWorkers] | None = None,
         away: Mapping[str, model.Away] | None = None,
     ) -> None:
         """Replace some of the mappings of present nodes.
@@ -87,7 +87,7 @@ class Draft:
     def store_end(self, round_: model.Round, end: model.RoundEnd) -> None:
         self.store_round(replace(round_, end=end))
 
-    def store_submission(self, submission: model.Submission) -> None:
+    def store_submission(self, submission: model.SubmittedRun) -> None:
         if submission != self.membership.submission:
             self.store(replace(self.membership, submission=submission))
 

@@ -550,7 +550,7 @@ class DeclinedNode:
 
 
 @struct(frozen=True)
-class Submission:
+class SubmittedRun:
     """A run whose nodes are chosen by the server. The rules are in `core/fleet/job_queue.py`."""
 
     spec: JobSpec
@@ -565,14 +565,14 @@ class Submission:
     queued_again_ms: int | None = None
     """When the job last went back to the queue, which does not cost it its place there."""
 
-    def with_placed(self, node_ids: Iterable[str]) -> Submission:
+    def with_placed(self, node_ids: Iterable[str]) -> SubmittedRun:
         return replace(self, placed=tuple(dict.fromkeys((*self.placed, *node_ids))))
 
-    def without(self, node_ids: Iterable[str]) -> Submission:
+    def without(self, node_ids: Iterable[str]) -> SubmittedRun:
         gone = frozenset(node_ids)
         return replace(self, placed=tuple(n for n in self.placed if n not in gone))
 
-    def with_declined(self, node_id: str, reason: str) -> Submission:
+    def with_declined(self, node_id: str, reason: str) -> SubmittedRun:
         """Record that a node cannot run the job, so it is not chosen again."""
         others = tuple(other for other in self.declined if other.node_id != node_id)
         declined = (*others, DeclinedNode(node_id, reason))[-MAX_DECLINED:]
@@ -611,7 +611,7 @@ class Membership:
     stopping: str = ""
     """The reason why an operator is ending this run, or empty. The run closes once no seat of its
     round is held."""
-    submission: Submission | None = None
+    submission: SubmittedRun | None = None
     """The submission, or None if the server does not choose this run's nodes, which then join on
     their own."""
     spent: Spent = Spent()
@@ -688,7 +688,7 @@ class Away:
 
 
 @struct(frozen=True)
-class Stuck:
+class StuckWorkers:
     """Workers that survive SIGKILL; their node has lost its seat and gets no new one."""
 
     incarnation: int
@@ -735,7 +735,7 @@ class State:
     tuning: Tuning = field(default_factory=Tuning)
     seats: Mapping[str, Seat] = field(default_factory=dict)
     waiting: Mapping[str, WaitingNode] = field(default_factory=dict)
-    stuck: Mapping[str, Stuck] = field(default_factory=dict)
+    stuck: Mapping[str, StuckWorkers] = field(default_factory=dict)
     away: Mapping[str, Away] = field(default_factory=dict)
     hasty: int = 0
     """The number of seated nodes that are away with a grace period that a round's end shortens.

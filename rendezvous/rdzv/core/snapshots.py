@@ -167,7 +167,7 @@ class SoleHolder:
 
 
 @struct(frozen=True)
-class NodeLoss:
+class RemainingSnapshots:
     """The snapshots that would remain after the loss of one node, in the worst case."""
 
     whole: SnapshotMark | None
@@ -184,7 +184,7 @@ class SnapshotsKnown:
     whole: SnapshotMark | None = None
     whole_ms: int = 0
     held: Mapping[str, NodeHolding] = field(default_factory=dict)
-    node_loss: NodeLoss | None = None
+    node_loss: RemainingSnapshots | None = None
     """The worst-case loss of a node, or None until nodes have reported that they hold all of
     `whole`."""
 

@@ -409,7 +409,7 @@ StoreAway = Annotated[str | None, Meta(description=_STORE_AWAY)]
 
 
 @struct(frozen=True)
-class Jobs:
+class JobList:
     """All jobs, by name."""
 
     jobs: tuple[JobSummary, ...]
@@ -417,7 +417,7 @@ class Jobs:
 
 
 @struct(frozen=True)
-class Nodes:
+class NodeList:
     """All nodes, by name, or those that were asked for."""
 
     nodes: tuple[Node, ...]
@@ -425,14 +425,14 @@ class Nodes:
 
 
 @struct(frozen=True)
-class Servers:
+class ServerList:
     """The servers that share a store."""
 
     servers: tuple[Server, ...]
 
 
 @struct(frozen=True)
-class Events:
+class EventList:
     """A job's newest events, oldest first."""
 
     rdzv_id: Annotated[str, Unsent] = ""
@@ -440,7 +440,7 @@ class Events:
 
 
 @struct(frozen=True)
-class Tokens:
+class TokenList:
     """Tokens without their secrets."""
 
     tokens: tuple[Token, ...]

@@ -55,7 +55,7 @@ class Report:
 
 
 @struct(frozen=True)
-class Spent:
+class JobShare:
     """One job's part of a report: its line, its time by phase, and its costs."""
 
     line: JobLine
@@ -83,20 +83,20 @@ def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
     return state in ENDED and state_age_ms > since_ms
 
 
-def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> Spent | None:
+def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> JobShare | None:
     """Summarize the runs of one job since `from_ms`, or return None if it had no runs."""
     found = [(run, clipped(run, from_ms)) for run in runs]
     found = [(run, intervals) for run, intervals in found if intervals]
     if not found:
         return None
-    return Spent(
+    return JobShare(
         line=_line(rdzv_id, found),
         phases=summed(one for _, intervals in found for one in intervals),
         costs=tuple((cost, run.gpus_per_node) for run, its in found for cost in costs(its)),
     )
 
 
-def report(jobs: Iterable[Spent | None], from_ms: int, until_ms: int) -> Report:
+def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Report:
     found = [job for job in jobs if job is not None]
     lines = [job.line for job in found]
     owed = [cost for job in found for cost in job.costs]

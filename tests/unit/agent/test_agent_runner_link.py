@@ -74,7 +74,7 @@ class Story:
         with contextlib.suppress(BlockingIOError, EOFError):
             self.runner.receive()
         while (message := self.runner.next_message()) is not None:
-            if message["type"] == "heard":
+            if message["type"] == "forget_events":
                 told.append(message["number"])
         return told
 

@@ -494,7 +494,7 @@ def test_nothing_of_a_run_lies_in_the_future() -> None:
         last_failures=(failure,),
         departures=(model.Departure("n2", model.NodeState.LOST, "x", 99, "a", 1, "r"),),
         resumed_at_ms=99,
-        submission=model.Submission(model.JobSpec(()), "ada", 99),
+        submission=model.SubmittedRun(model.JobSpec(()), "ada", 99),
     )
     assert not_after(membership, 99) is membership
     clamped = not_after(membership, 50)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from samples import bare, full
 
-from rdzv.core.model import JobSpec, Membership, NodeState, Settings, State, Submission
+from rdzv.core.model import JobSpec, Membership, NodeState, Settings, State, SubmittedRun
 from rdzv.errors import UnknownJobError
 from rdzv.server.operations.job_operations import SUMMARY_ITEMS, summary_of
 from rdzv.structs import field_names, replace
 from rdzv.transport.wire import read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view import answers
-from rdzv.view.explain import view
+from rdzv.view.job_status import view
 from tests.support.driven import server
 
 NOW_MS = 1_000_000
@@ -50,7 +50,7 @@ def test_a_line_counts_the_nodes_that_are_there_and_have_a_rank() -> None:
 
 def test_values_of_the_environment_are_not_told() -> None:
     spec = JobSpec(("train.py",), env=(("TOKEN", "hunter2"),))
-    submission = Submission(spec, "ada at head", 4_000)
+    submission = SubmittedRun(spec, "ada at head", 4_000)
     stored = Membership("job-7", "run-1", 1, Settings(1, 2), 0, submission=submission)
     shown: Any = view(State(stored), NOW_MS).submission
     assert shown.env_names == ("TOKEN",)

@@ -22,7 +22,7 @@ from yarl import URL
 from rdzv.core.commands import Fail, Succeed
 from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.evidence.stacks import Group, Report, StackFrame, ThreadStack, WorkerStack
+from rdzv.core.evidence.stacks import CollectedStacks, Group, StackFrame, ThreadStack, WorkerStack
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.errors import RendezvousConnectionError
@@ -44,7 +44,7 @@ from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Page
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen
-from rdzv.view.explain import view
+from rdzv.view.job_status import view
 from tests.support.builders import report
 from tests.support.driven import FakeClock, FlakyStore, Server, join, read, settle
 from tests.support.settings import rdzvd_settings
@@ -322,7 +322,7 @@ async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken()
         for number in (0, 3):
             where = (Group((0,), f"in step of round {number}"),)
             await s.driver.diagnosis.stack_archive.keep(
-                Report("job-7", "run-1", number, s.clock.at_ms, "it hung", where, (stack,))
+                CollectedStacks("job-7", "run-1", number, s.clock.at_ms, "it hung", where, (stack,))
             )
         told = await s.get("/jobs/job-7/stacks")
         assert (told["version"], told["round"], told["reason"]) == (1, 3, "it hung")

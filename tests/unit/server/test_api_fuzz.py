@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from served import served
 
-from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.server.http.openapi import document
 from rdzv.server.operations.table import OPERATIONS, PREFIX
 
@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
         s.join("job-7", "n1", "n2")
         s.fail("job-7", "n1", "no", "Traceback")
         run = s.do(s.driver.operations.status("job-7")).run
-        s.do(s.driver.diagnosis.stack_archive.keep(Report("job-7", run, 0, 0, "it hung")))
+        s.do(s.driver.diagnosis.stack_archive.keep(CollectedStacks("job-7", run, 0, 0, "it hung")))
         yield f"{s.url}{PREFIX}"
 
 

@@ -11,7 +11,14 @@ import pytest
 from rdzv.core.commands import Command, Fail, Leave
 from rdzv.core.evidence.collectives import FINISHED, CollectiveRecord, GroupRecord, HangCause
 from rdzv.core.evidence.hang_culprit import HungWorker, verdict
-from rdzv.core.evidence.stacks import EXITED, Report, StackFrame, ThreadStack, WorkerStack, grouped
+from rdzv.core.evidence.stacks import (
+    EXITED,
+    CollectedStacks,
+    StackFrame,
+    ThreadStack,
+    WorkerStack,
+    grouped,
+)
 from rdzv.core.model import Cause, Failure, LeaveCause, Membership, Result, Settings, State
 from rdzv.core.root_cause import describe_failure, is_connection_error
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
@@ -63,8 +70,8 @@ def was_asked(*streams: Stream) -> list[bool]:
 # ------------------------------------------------------------------ whose failure it is
 
 
-def a_report(*stacks: WorkerStack) -> Report:
-    return Report("job-7", "run-1", 0, 0, "hung", tuple(grouped(stacks)), stacks)
+def a_report(*stacks: WorkerStack) -> CollectedStacks:
+    return CollectedStacks("job-7", "run-1", 0, 0, "hung", tuple(grouped(stacks)), stacks)
 
 
 def on(node_id: str, one: WorkerStack) -> WorkerStack:

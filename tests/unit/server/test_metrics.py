@@ -42,7 +42,7 @@ from rdzv.server.telemetry.metrics_page import SLICE_JOBS, MetricsPage
 from rdzv.server.telemetry.server_metrics import ENDED_JOB_MS, ENDED_JOBS, Metrics
 from rdzv.structs import replace
 from rdzv.view.answers import JobStatus
-from rdzv.view.explain import node_views, view
+from rdzv.view.job_status import node_views, view
 from tests.support.builders import report
 from tests.support.driven import FakeClock, FlakyStore, Server, join, settle
 from tests.support.settings import rdzvd_settings

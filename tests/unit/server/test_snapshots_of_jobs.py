@@ -7,7 +7,13 @@ import pytest
 from rdzv.core import model
 from rdzv.core.events import RoundCompleted
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.snapshots import NodeHolding, NodeLoss, SnapshotsKnown, SoleHolder, WhyNotLoaded
+from rdzv.core.snapshots import (
+    NodeHolding,
+    RemainingSnapshots,
+    SnapshotsKnown,
+    SoleHolder,
+    WhyNotLoaded,
+)
 from rdzv.messages import Announcement, SnapshotsHeld, SnapshotWatermark
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
 from rdzv.server.operations.job_operations import with_workers
@@ -60,7 +66,9 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
             mark(40),
             s.clock.now_ms(),
             {"n1": NodeHolding(1, 1_000), "n2": NodeHolding(1, 1_000)},
-            NodeLoss(None, (SoleHolder("n1", SAME_MACHINE), SoleHolder("n2", SAME_MACHINE)), 2),
+            RemainingSnapshots(
+                None, (SoleHolder("n1", SAME_MACHINE), SoleHolder("n2", SAME_MACHINE)), 2
+            ),
         )
         # Once each; and again when the next one is complete.
         s.report(n2, holds(1, mark(40), mark(50)))

@@ -10,8 +10,8 @@ from rdzv import errors
 from rdzv.core.commands import Succeed
 from rdzv.core.evidence.collectives import FINISHED, CollectiveRecord, GroupRecord
 from rdzv.core.evidence.stacks import (
+    CollectedStacks,
     Group,
-    Report,
     SilentNode,
     StackFrame,
     ThreadStack,
@@ -48,7 +48,7 @@ class Asking:
     def done(self) -> bool:
         return self._task.done()
 
-    async def report(self) -> Report:
+    async def report(self) -> CollectedStacks:
         async with asyncio.timeout(100):
             return await self._task
 
@@ -231,9 +231,9 @@ async def test_what_can_not_be_had_is_refused_with_the_reason() -> None:
 # ------------------------------------------------------------------ keeping
 
 
-def report(round_: int, rdzv_id: str = "job-7", at_ms: int = 0) -> Report:
+def report(round_: int, rdzv_id: str = "job-7", at_ms: int = 0) -> CollectedStacks:
     groups = (Group((0,), "in step at train.py:41"),)
-    return Report(rdzv_id, "run-1", round_, at_ms or round_, "hung", groups, (stack(0),))
+    return CollectedStacks(rdzv_id, "run-1", round_, at_ms or round_, "hung", groups, (stack(0),))
 
 
 @pytest.mark.quick

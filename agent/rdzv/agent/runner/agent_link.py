@@ -11,10 +11,10 @@ may connect and *adopt* it (the agent's half is `rdzv.agent.handover`):
     next agent  ── connects ──▶  hello {version, pid, round, last_round, workers, store_hosts, kept}
                 ── adopt ──▶     every event that no agent has confirmed, and then new ones
 
-After `serve`, events are numbered and are resent to each new agent until an agent has sent `heard`
-{number}, which covers all events up to that number. An exit's `age_ms` increases in the meantime.
-Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and are never
-resent.
+After `serve`, events are numbered and are resent to each new agent until an agent has sent
+`forget_events`, which covers all events up to a number. An exit's `age_ms` increases in the
+meantime. Events about snapshots are sent only to an agent that has sent `hold_snapshots`, and are
+never resent.
 
 `kept` holds the values, by name, that an agent needs to continue where its predecessor died. The
 runner does not interpret them, and they outlive the agent exactly as the workers do. A value that
@@ -37,7 +37,7 @@ from .channel import Channel, MalformedFrameError
 from .descriptors import listen_at, peer_of, write_warning
 from .frames import RequestError
 from .loop import PAUSE_S
-from .requests import Heard, Keep, Serve
+from .requests import ForgetEvents, Keep, Serve
 from .spawn import reason_of
 
 TYPE_CHECKING = False
@@ -161,7 +161,7 @@ class AgentLink:
             age = {"age_ms": round((now - at) * 1000)} if "age_ms" in message else {}
             self.send({**message, **age})
 
-    def forget_confirmed(self, request: Heard) -> None:
+    def forget_confirmed(self, request: ForgetEvents) -> None:
         # They are numbered one after another.
         last = self._events - len(self._unconfirmed)
         for _ in range(min(request.number - last, len(self._unconfirmed))):

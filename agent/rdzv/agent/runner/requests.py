@@ -302,7 +302,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class ForgetEvents:
     """Forget all events up to this number."""
 
     number: int

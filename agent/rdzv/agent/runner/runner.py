@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
 
-_CROSS_A_SHUTDOWN = ("heard", "ping", "shutdown")
+_CROSS_A_SHUTDOWN = ("forget_events", "ping", "shutdown")
 """Requests that may still arrive after a shutdown. They are not refused, because the agent would
 respond to a refusal with another request, and kills a runner that does not answer pings.
 """
@@ -79,7 +79,7 @@ class Runner:
             requests.WriteSnapshots: SnapshotWriters(self).write,
             requests.Serve: self.agent.serve,
             requests.Keep: self.agent.keep,
-            requests.Heard: self.agent.forget_confirmed,
+            requests.ForgetEvents: self.agent.forget_confirmed,
         }
         self.requests: dict[str, Callable[[Mapping[str, object]], None]] = {
             **{type_of(kind): partial(_decode_for, call, kind) for kind, call in handlers.items()},

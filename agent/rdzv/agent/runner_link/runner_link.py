@@ -22,7 +22,7 @@ from rdzv.agent.core.events import RunnerExited, StartFailed, StoreHostExited, W
 from rdzv.agent.runner.channel import Channel, MalformedFrameError
 from rdzv.agent.runner.descriptors import close_fds
 from rdzv.agent.runner.requests import (
-    Heard,
+    ForgetEvents,
     KeepSpec,
     StartStoreHost,
     StartWorkers,
@@ -312,7 +312,7 @@ class RunnerLink:
             # An event is confirmed only after it has been handled, so that an event that kills the
             # agent is resent to the next one.
             self._heard = self._last_event
-            self.ask(Heard(self._heard))
+            self.ask(ForgetEvents(self._heard))
 
     def _go_on(self, number: int, _: asyncio.Future[None]) -> None:
         self._handling = None

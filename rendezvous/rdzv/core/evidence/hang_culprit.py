@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from rdzv.bounds import Elapsed, LocalRank, Sentence
 from rdzv.core.evidence.collectives import FINISHED
-from rdzv.core.evidence.stacks import Report, as_traceback, odd_one_out
+from rdzv.core.evidence.stacks import CollectedStacks, as_traceback, odd_one_out
 from rdzv.core.words import ranks_text
 from rdzv.structs import struct
 
@@ -64,7 +64,9 @@ def describe_hung(workers: Iterable[HungWorker]) -> str:
     return f"RANK {ranks_text(worker.rank for worker in known)}: {known[0].reason}"
 
 
-def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, why: str) -> Culprit:
+def verdict(
+    hung: Mapping[str, tuple[HungWorker, ...]], report: CollectedStacks | None, why: str
+) -> Culprit:
     """Decide which of the hung workers (keyed by node_id) failed, and describe where they are.
 
     The failed worker is the one that the others are waiting for, according to the records of
@@ -89,7 +91,7 @@ def verdict(hung: Mapping[str, tuple[HungWorker, ...]], report: Report | None, w
     return Culprit(node_id, worker.rank, worker.local_rank, worker.pid, message, traceback)
 
 
-def _waited_for(report: Report) -> int | None:
+def _waited_for(report: CollectedStacks) -> int | None:
     if report.cause is None:
         return odd_one_out(report.groups)
     if report.cause.ranks:

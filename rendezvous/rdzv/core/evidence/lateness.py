@@ -59,7 +59,7 @@ class Arrival:
 
 
 @struct(frozen=True)
-class Arrivals:
+class RecentArrivals:
     """The most recent observations of one round's workers, oldest first."""
 
     looks: tuple[Mapping[int, Arrival], ...] = ()
@@ -170,7 +170,7 @@ def _beyond(difference_us: int, error_us: int) -> int:
     return max(difference_us - error_us, 0)
 
 
-def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arrivals:
+def follow(before: RecentArrivals, seen: Mapping[int, Arrival], now_ms: int) -> RecentArrivals:
     """Return the stragglers after another look, as judged by the latest `LOOKS` looks."""
     looks = (*before.looks, seen)[-LOOKS:]
     since: dict[int, int] = {}
@@ -180,7 +180,7 @@ def follow(before: Arrivals, seen: Mapping[int, Arrival], now_ms: int) -> Arriva
         if _is_late_yet(of) if rank in before.stragglers else _is_late(of):
             since[rank] = before.slow_since_ms.get(rank, now_ms)
             found[rank] = _straggler(rank, now_ms - since[rank], of)
-    return Arrivals(looks, found, since)
+    return RecentArrivals(looks, found, since)
 
 
 def _is_late(of: Sequence[Arrival]) -> bool:

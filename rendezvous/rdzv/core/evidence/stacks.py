@@ -136,7 +136,7 @@ class SilentNode:
 
 
 @struct(frozen=True)
-class Report:
+class CollectedStacks:
     """The stacks of one round's workers at one moment."""
 
     rdzv_id: str

@@ -19,7 +19,7 @@ from rdzv.core.model import (
     Offer,
     Round,
     State,
-    Stuck,
+    StuckWorkers,
     is_placeholder,
 )
 from rdzv.core.rounds.ranks import longest_stop_ms, participant_of
@@ -106,7 +106,7 @@ def report_stuck(work: Draft, command: ReportStuck) -> None:
     end_round(work, Cause.WORKER_FAILURE, text, broken=True, node_id=command.node_id)
     charge_stuck(work, command.node_id, text)
     _leave_seat(work, command.node_id)
-    stuck = Stuck(command.incarnation, round_.number, command.pids, work.now_ms)
+    stuck = StuckWorkers(command.incarnation, round_.number, command.pids, work.now_ms)
     work.put(of=command.node_id, stuck=put(work.state.stuck, command.node_id, stuck))
     work.events.append(events.NodeStuck(command.node_id, round_.number, reason))
 

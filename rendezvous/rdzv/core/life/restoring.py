@@ -189,7 +189,7 @@ def unreported_seat_due(state: model.State) -> tuple[str, int] | None:
 
 
 _Dated = TypeVar(
-    "_Dated", model.Departure, model.Failure, model.RoundEnd, model.Submission, model.Round
+    "_Dated", model.Departure, model.Failure, model.RoundEnd, model.SubmittedRun, model.Round
 )
 
 

@@ -14,7 +14,7 @@ from rdzv.core.draft import Draft, Ignored
 from rdzv.core.events import JobQueued, NodeDeclined, NodesPlaced, NodesWithdrawn, RunBegan
 from rdzv.core.life.leaving import depart
 from rdzv.core.life.runs import next_run
-from rdzv.core.model import NodeState, State, Submission
+from rdzv.core.model import NodeState, State, SubmittedRun
 from rdzv.errors import JobExistsError
 from rdzv.structs import replace
 
@@ -25,7 +25,7 @@ def submit(work: Draft, command: Submit) -> Ignored | None:
     if command.run in (old.run, *(earlier.run for earlier in old.earlier)):
         return Ignored.KNOWN
     refuse_submission(work.state, command)
-    submission = Submission(command.spec, command.submitted_by, work.now_ms)
+    submission = SubmittedRun(command.spec, command.submitted_by, work.now_ms)
     membership = next_run(old, command.run, command.settings, work.now_ms, command.spec.submitter)
     work.state = State(
         replace(membership, submission=submission), work.state.tuning, barred=work.state.barred
@@ -111,7 +111,7 @@ def bar_nodes(work: Draft, command: Bar) -> Ignored | None:
     return None
 
 
-def _submission(work: Draft) -> Submission:
+def _submission(work: Draft) -> SubmittedRun:
     submission = work.membership.submission
     assert submission is not None
     return submission

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rdzv.core.commands import Fail
 from rdzv.core.events import HangOver, StacksTaken, WorkersHang
 from rdzv.core.evidence.hang_culprit import HungWorker, describe_hung, verdict
-from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.core.model import Failure, State
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.messages import Hung
@@ -142,7 +142,7 @@ class ReportedHangs:
         finally:
             timer.cancel()
 
-    async def _take(self, episode: _Episode) -> tuple[Report | None, str]:
+    async def _take(self, episode: _Episode) -> tuple[CollectedStacks | None, str]:
         state = self._present(episode)
         if state is None or not episode.hung:
             return None, ""
@@ -164,7 +164,7 @@ class ReportedHangs:
             log.warning("could not store stacks of %s: %s", episode.rdzv_id, error)
         return report, ""
 
-    async def _end_round(self, episode: _Episode, report: Report | None, why: str) -> None:
+    async def _end_round(self, episode: _Episode, report: CollectedStacks | None, why: str) -> None:
         """End the round, unless it is already over or no worker is hanging any more.
 
         After a timeout, this ends the round only if the records show which ranks are missing or
@@ -188,7 +188,9 @@ class ReportedHangs:
             return
 
 
-def _failure(state: State, episode: _Episode, report: Report | None, why: str, now_ms: int) -> Fail:
+def _failure(
+    state: State, episode: _Episode, report: CollectedStacks | None, why: str, now_ms: int
+) -> Fail:
     known = verdict(episode.hung, report, why)
     seats, node_id = state.seats, known.node_id
     if node_id not in seats:

@@ -17,8 +17,8 @@ from rdzv.core import events
 from rdzv.core.evidence.lateness import (
     LEAST_PAIRS,
     LOOKS,
-    Arrivals,
     GroupLook,
+    RecentArrivals,
     arrivals,
     follow,
     pairs,
@@ -133,7 +133,7 @@ class LiveRound:
     looked_ms: int | None = None
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: RecentArrivals = field(default_factory=RecentArrivals)
 
     @property
     def nodes(self) -> dict[int, str]:
@@ -306,7 +306,7 @@ class RoundReports:
             samples = _samples(known.round, self.progress(state))
             known.pace = follow_rates(known.pace, samples, now_ms, self._after_ms)
         elif now_ms - known.compared_ms >= RECORDS_COUNT_MS:
-            known.arrivals = Arrivals()
+            known.arrivals = RecentArrivals()
         self._tell_changes(state.membership.rdzv_id, known, before)
 
     def _note_arrivals(

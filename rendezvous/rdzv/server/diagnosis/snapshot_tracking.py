@@ -21,7 +21,7 @@ from rdzv.core.snapshots import (
     CopySource,
     HeldByNodes,
     NodeHolding,
-    NodeLoss,
+    RemainingSnapshots,
     SnapshotsKnown,
     SoleHolder,
     are_kept,
@@ -150,7 +150,7 @@ class _Job:
             self.given_up = mark
             self.blocked.advance(mark)
 
-    def node_loss(self) -> NodeLoss | None:
+    def node_loss(self) -> RemainingSnapshots | None:
         """Return what would remain after the loss of one node, or None if this is not known."""
         mark = self.held.whole
         names = None if mark is None else self.held.sole_holders(mark)
@@ -158,7 +158,7 @@ class _Job:
             return None
         first = sorted(names)[:MAX_SOLE_HOLDERS]
         sole = (SoleHolder(name, self.copying.why_missing(name, mark)) for name in first)
-        return NodeLoss(self.held.whole_without_a_node(), tuple(sole), len(names))
+        return RemainingSnapshots(self.held.whole_without_a_node(), tuple(sole), len(names))
 
 
 class SnapshotTracking:

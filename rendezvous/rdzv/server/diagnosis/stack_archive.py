@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.server.engine.store_access import KeyValueRecord, StoreAccess
 from rdzv.stores.base import DOCUMENT_BYTES
 from rdzv.structs import replace, struct
@@ -28,7 +28,7 @@ PLACES_OF_JOB = 4
 
 
 class _Document(msgspec.Struct, frozen=True):
-    report: Report | None = None
+    report: CollectedStacks | None = None
 
 
 @struct(frozen=True)
@@ -50,7 +50,7 @@ class StackArchive:
         }
         self._lock = asyncio.Lock()
 
-    async def keep(self, report: Report) -> None:
+    async def keep(self, report: CollectedStacks) -> None:
         """Store stacks; each round keeps only its latest."""
         async with self._lock:
             place = _place_for(report, await self._known())
@@ -62,7 +62,7 @@ class StackArchive:
             found = {p.round for p in known if (p.rdzv_id, p.run) == (rdzv_id, run)}
             return tuple(sorted(found))
 
-    async def find(self, rdzv_id: str, run: str, round_: int) -> Report | None:
+    async def find(self, rdzv_id: str, run: str, round_: int) -> CollectedStacks | None:
         async with self._lock:
             for place in (await self._known()).values():
                 if (place.rdzv_id, place.run, place.round) == (rdzv_id, run, round_):
@@ -79,7 +79,7 @@ class StackArchive:
     async def _known(self) -> dict[str, _Place]:
         return {name: await document.known() for name, document in self._documents.items()}
 
-    async def _write(self, place: _Place, report: Report | None) -> None:
+    async def _write(self, place: _Place, report: CollectedStacks | None) -> None:
         document = self._documents[place.name]
         await document.swap(_described(place.name, report), _encoded(report))
 
@@ -88,13 +88,13 @@ def _read(name: str, data: bytes) -> _Place:
     return _described(name, _decoded(name, data))
 
 
-def _described(name: str, report: Report | None) -> _Place:
+def _described(name: str, report: CollectedStacks | None) -> _Place:
     if report is None:
         return _Place(name)
     return _Place(name, report.rdzv_id, report.run, report.round, report.at_ms)
 
 
-def _encoded(report: Report | None) -> bytes:
+def _encoded(report: CollectedStacks | None) -> bytes:
     """Encode a record; if the stacks do not fit, include only the first ones."""
     while True:
         data = msgspec.json.encode(_Document(report))
@@ -105,7 +105,7 @@ def _encoded(report: Report | None) -> bytes:
         report = replace(report, stacks=kept, left_out=left_out)
 
 
-def _decoded(name: str, data: bytes) -> Report | None:
+def _decoded(name: str, data: bytes) -> CollectedStacks | None:
     try:
         return msgspec.json.decode(data, type=_Document).report
     except msgspec.DecodeError as error:
@@ -113,7 +113,7 @@ def _decoded(name: str, data: bytes) -> Report | None:
         return None
 
 
-def _place_for(report: Report, places: dict[str, _Place]) -> _Place:
+def _place_for(report: CollectedStacks, places: dict[str, _Place]) -> _Place:
     own = [place for place in places.values() if place.rdzv_id == report.rdzv_id]
     same = [p for p in own if (p.run, p.round) == (report.run, report.round)]
     if same:

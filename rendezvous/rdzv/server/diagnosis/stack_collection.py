@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from rdzv.core.evidence.collectives import FINISHED, Evidence, compare
 from rdzv.core.evidence.stacks import (
+    CollectedStacks,
     Key,
-    Report,
     SilentNode,
     StackFrame,
     ThreadStack,
@@ -130,7 +130,9 @@ class StackRelay:
     def takings(self) -> int:
         return len(self._takings)
 
-    async def take(self, state: State, reason: str, within_ms: int | None = None) -> Report:
+    async def take(
+        self, state: State, reason: str, within_ms: int | None = None
+    ) -> CollectedStacks:
         """Collect the stacks of the live round's workers, waiting at most `within_ms` if given."""
         membership, round_ = state.membership, state.membership.round
         if membership.ended is not None or round_ is None or not round_.live:
@@ -191,8 +193,8 @@ class StackRelay:
 
 def _report(
     taking: _Taking, rdzv_id: str, run: str, round_: Round, at_ms: int, reason: str
-) -> Report:
-    return Report(
+) -> CollectedStacks:
+    return CollectedStacks(
         rdzv_id=rdzv_id,
         run=run,
         round=round_.number,

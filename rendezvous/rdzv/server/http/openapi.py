@@ -37,7 +37,7 @@ def document() -> Schema:
     schemas = _values()
     # A standalone document has a version; one that is part of another document does not.
     schemas["NodeRow"] = schemas["Node"]
-    schemas["Nodes"]["properties"]["nodes"]["items"]["$ref"] = _REF.format(name="NodeRow")
+    schemas["NodeList"]["properties"]["nodes"]["items"]["$ref"] = _REF.format(name="NodeRow")
     for kind in _ANSWERS.values():
         schemas[kind.__name__] = _document(schemas[kind.__name__]["properties"])
     schemas["Error"] = _error()

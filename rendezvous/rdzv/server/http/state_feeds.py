@@ -319,7 +319,7 @@ class JobFeed(Feed):
         turn = (status.run, self._server.driver.history.published_of(self._rdzv_id))
         if turn != self._turn or not self._events:
             rows = await self._server.history(self._rdzv_id, EVENTS)
-            events = answers.Events(self._rdzv_id, tuple(map(answers.event_in, rows)))
+            events = answers.EventList(self._rdzv_id, tuple(map(answers.event_in, rows)))
             written = frame("events", as_json.document(events, indent=None))
             self._turn = turn
             if written != self._events:

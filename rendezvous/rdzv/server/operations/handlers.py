@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rdzv import bounds
 from rdzv.bounds import refusal
 from rdzv.core.commands import Restart, Scale, Stop, Submit
-from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.core.model import job_state
 from rdzv.core.words import duration, listed
 from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
@@ -106,9 +106,9 @@ class Server:
         """Raise the errors that `status` raises, without computing the status."""
         await self.history(asked, 1)
 
-    def nodes(self, node_ids: Iterable[str] = ()) -> answers.Nodes:
+    def nodes(self, node_ids: Iterable[str] = ()) -> answers.NodeList:
         found = self.driver.nodes.summaries(tuple(node_ids))
-        return answers.Nodes(tuple(found), self.driver.trouble or None)
+        return answers.NodeList(tuple(found), self.driver.trouble or None)
 
 
 # ------------------------------------------------------------------------------------ jobs, shown
@@ -122,15 +122,15 @@ def watch_job(server: Server, request: pb.GetStatusRequest) -> AsyncIterator[ans
     return server.driver.operations.watch(bounds.rdzv_id_of(request.rdzv_id))
 
 
-async def list_jobs(server: Server, request: pb.ListJobsRequest) -> answers.Jobs:
+async def list_jobs(server: Server, request: pb.ListJobsRequest) -> answers.JobList:
     async with aclosing(server.summaries()) as found:
         jobs = sorted([job async for job in found], key=lambda job: job.rdzv_id)
-    return answers.Jobs(tuple(jobs), server.driver.trouble or None)
+    return answers.JobList(tuple(jobs), server.driver.trouble or None)
 
 
-async def list_events(server: Server, request: pb.ListEventsRequest) -> answers.Events:
+async def list_events(server: Server, request: pb.ListEventsRequest) -> answers.EventList:
     rows = await server.history(request.rdzv_id, _history_limit(request))
-    return answers.Events(request.rdzv_id, tuple(map(answers.event_in, rows)))
+    return answers.EventList(request.rdzv_id, tuple(map(answers.event_in, rows)))
 
 
 @struct(frozen=True)
@@ -158,7 +158,7 @@ async def get_report(server: Server, request: Any) -> reports.Report:
     Histories are read one at a time; jobs that are forgotten in the meantime are left out.
     """
     since_ms, now_ms = request.hours * 3_600_000, server.clock.now_ms()
-    from_ms, spent = now_ms - since_ms, list[reports.Spent | None]()
+    from_ms, spent = now_ms - since_ms, list[reports.JobShare | None]()
     for job in (await list_jobs(server, request)).jobs:
         if reports.ended_before(job.state, job.state_age_ms, since_ms):
             continue
@@ -170,7 +170,7 @@ async def get_report(server: Server, request: Any) -> reports.Report:
 
 def _spent(
     job: answers.JobSummary, rows: Iterable[Record], from_ms: int, now_ms: int
-) -> reports.Spent | None:
+) -> reports.JobShare | None:
     runs = ledgers_of(map(answers.event_in, rows), now_ms, job.state)
     return reports.spent_by(job.rdzv_id, runs, from_ms)
 
@@ -214,7 +214,7 @@ async def read_stacks(server: Server, request: Any) -> answers.StackReport:
     return await _shown(report, server.clock)
 
 
-async def _shown(report: Report, clock: Clock) -> answers.StackReport:
+async def _shown(report: CollectedStacks, clock: Clock) -> answers.StackReport:
     age_ms = max(clock.now_ms() - report.at_ms, 0)
     # The report may be as large as a megabyte, and nodes must not wait for its conversion.
     return await asyncio.to_thread(convert, answers.StackReport, report, age_ms=age_ms)
@@ -298,7 +298,7 @@ def _nnodes(min_nodes: int | None, max_nodes: int | None) -> str:
 # ------------------------------------------------------------------------------------ nodes
 
 
-async def list_nodes(server: Server, request: pb.ListNodesRequest) -> answers.Nodes:
+async def list_nodes(server: Server, request: pb.ListNodesRequest) -> answers.NodeList:
     return server.nodes(map(bounds.node_id_of, request.node_ids))
 
 
@@ -357,7 +357,10 @@ async def undrain_node(server: Server, request: pb.UndrainNodeRequest) -> answer
 
 
 async def _changed(
-    server: Server, request: Any, change: Callable[[str], Awaitable[answers.Node]], how: str = ""
+    server: Server,
+    request: Any,
+    change: Callable[[str], Awaitable[answers.Node]],
+    how: str = "",
 ) -> answers.Node:
     node_id = bounds.node_id_of(request.node_id)
     before = next(map(_use_of, server.driver.nodes.summaries([node_id])), "unknown")
@@ -375,9 +378,9 @@ def _use_of(node: answers.Node) -> str:
 # ------------------------------------------------------------------------------------ the server
 
 
-async def list_servers(server: Server, request: pb.ListServersRequest) -> answers.Servers:
+async def list_servers(server: Server, request: pb.ListServersRequest) -> answers.ServerList:
     """Return every rdzvd that shares this server's store. Standby servers also respond."""
-    return answers.Servers(await server.replica.servers())
+    return answers.ServerList(await server.replica.servers())
 
 
 @struct(frozen=True)
@@ -414,20 +417,20 @@ async def create_token(server: Server, request: pb.CreateTokenRequest) -> answer
     return answers.NewToken(token.shown(server.clock.now_ms()), text)
 
 
-async def list_tokens(server: Server, request: pb.ListTokensRequest) -> answers.Tokens:
+async def list_tokens(server: Server, request: pb.ListTokensRequest) -> answers.TokenList:
     now_ms = server.clock.now_ms()
-    return answers.Tokens(tuple(token.shown(now_ms) for token in server.driver.tokens.listed()))
+    return answers.TokenList(tuple(token.shown(now_ms) for token in server.driver.tokens.listed()))
 
 
-async def revoke_tokens(server: Server, request: pb.RevokeTokensRequest) -> answers.Tokens:
+async def revoke_tokens(server: Server, request: pb.RevokeTokensRequest) -> answers.TokenList:
     revoked, now_ms = await server.driver.tokens.revoke(request.id_or_name), server.clock.now_ms()
     note_change(listed(f"token {token.id}" for token in revoked), "revoked")
-    return answers.Tokens(tuple(token.shown(now_ms) for token in revoked))
+    return answers.TokenList(tuple(token.shown(now_ms) for token in revoked))
 
 
-async def list_audit(server: Server, request: pb.ListAuditRequest) -> answers.Events:
+async def list_audit(server: Server, request: pb.ListAuditRequest) -> answers.EventList:
     rows = await server.driver.history.of(AUDIT, _history_limit(request))
-    return answers.Events(AUDIT, tuple(map(answers.event_in, rows)))
+    return answers.EventList(AUDIT, tuple(map(answers.event_in, rows)))
 
 
 def _history_limit(request: pb.ListEventsRequest | pb.ListAuditRequest) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rdzv import errors
 from rdzv.core.commands import Command, Submit
 from rdzv.core.evidence.progress_lag import RankProgress, lags
-from rdzv.core.evidence.stacks import Report
+from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import NodeState, State
 from rdzv.core.reason import ReasonItem
@@ -25,7 +25,7 @@ from rdzv.structs import replace
 from rdzv.transport.wire import convert
 from rdzv.view import answers
 from rdzv.view.answers import JobStatus, LogLines
-from rdzv.view.explain import view
+from rdzv.view.job_status import view
 
 if TYPE_CHECKING:
     from rdzv.server.driver import Driver
@@ -138,7 +138,7 @@ class JobOperations:
 
     async def stacks(
         self, rdzv_id: str, run: str = "", number: int | None = None, *, why: str
-    ) -> Report:
+    ) -> CollectedStacks:
         """Return a round's stacks, captured now or when the round hung; see `Control.TakeStacks`.
 
         `why` is the reason for capturing them; if it is empty, no node is asked.

@@ -51,7 +51,7 @@ from rdzv.messages import (
 )
 from rdzv.structs import replace
 from rdzv.transport.wire import convert
-from rdzv.view.explain import waiting_reason
+from rdzv.view.job_status import waiting_reason
 
 _NEW_PHASE = (LastCallBegan, RoundCompleted, RoundAdopted, RoundEnded, RoundSettled)
 """Waiting nodes are sent their reason again only after one of these events; otherwise n joins would

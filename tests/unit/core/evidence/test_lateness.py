@@ -10,8 +10,8 @@ import pytest
 from rdzv.core.evidence.lateness import (
     LOOKS,
     Arrival,
-    Arrivals,
     GroupLook,
+    RecentArrivals,
     arrivals,
     chosen,
     follow,
@@ -107,7 +107,7 @@ STEP_S, RANKS, PAUSES_S = 0.5, 4, (0.05, 0.2, 0.5)
 
 def training(
     seed: int, seconds: int, slow: int | None, *, factor: float = 1.2
-) -> Iterator[tuple[float, Arrivals]]:
+) -> Iterator[tuple[float, RecentArrivals]]:
     """Yield every 5 s the records of a lock-step training on two nodes whose clocks differ.
 
     Steps vary by a tenth; now and then a rank pauses, or is slow for some seconds as if another
@@ -115,7 +115,7 @@ def training(
     the first minute on.
     """
     draw = random.Random(seed)
-    now_s, number, told = 0.0, 0, Arrivals()
+    now_s, number, told = 0.0, 0, RecentArrivals()
     disturbed_until_s, disturbed, saves_s = 0.0, 0, 300.0
     entered: dict[int, dict[int, int]] = {}
     looked_s, looked = 0.0, 0
@@ -173,8 +173,8 @@ def test_nor_is_one_that_is_hardly_slower() -> None:
 # ------------------------------------------------------------------ over several looks
 
 
-def after(*shares: float) -> Arrivals:
-    told = Arrivals()
+def after(*shares: float) -> RecentArrivals:
+    told = RecentArrivals()
     for at, share in enumerate(shares):
         times = (round(share * 100 * MS), round(share * 120 * MS), round(share * 110 * MS))
         told = follow(told, {1: Arrival(share, times), 2: Arrival(0.0, (0, 0, 0))}, at)

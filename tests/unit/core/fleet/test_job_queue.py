@@ -13,7 +13,7 @@ from rdzv.core.commands import Place, Submit
 from rdzv.core.fleet import job_queue
 from rdzv.core.fleet.job_queue import Demand, Host, Plan, nearest_miss, place_queued_jobs
 from rdzv.core.fleet.node_resources import Gpu, NodeResources, gpus_needed
-from rdzv.core.model import DeclinedNode, JobSpec, ScaleUp, Settings, Submission
+from rdzv.core.model import DeclinedNode, JobSpec, ScaleUp, Settings, SubmittedRun
 from rdzv.core.reason import ReasonItem
 from rdzv.structs import replace
 from tests.support.builders import Job as CoreJob
@@ -570,7 +570,7 @@ def test_when_a_running_job_may_have_more_nodes(
 
 
 def test_a_node_that_declines_again_is_listed_once_beside_the_others() -> None:
-    submission = Submission(JobSpec(()), "ada", 0).with_placed(["n1", "n2", "n3"])
+    submission = SubmittedRun(JobSpec(()), "ada", 0).with_placed(["n1", "n2", "n3"])
     for node_id, reason in (("n1", "no folder"), ("n2", "no GPU"), ("n1", "no account")):
         submission = submission.with_declined(node_id, reason)
     assert submission.placed == ("n3",)

@@ -20,7 +20,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import Reason, ReasonItem
 from rdzv.structs import replace
-from rdzv.view.explain import node_views, view, waiting_reason
+from rdzv.view.job_status import node_views, view, waiting_reason
 from tests.support.builders import SETTINGS, Job, report, running
 
 RESTARTS = replace(SETTINGS, max_restarts=3)

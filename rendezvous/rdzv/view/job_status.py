@@ -336,7 +336,7 @@ def _last_failure(failures: Sequence[Failure], now_ms: int) -> LastFailure | Non
 
 
 def _submission(
-    submission: model.Submission | None, wait: QueuedWait | None, now_ms: int
+    submission: model.SubmittedRun | None, wait: QueuedWait | None, now_ms: int
 ) -> Submission | None:
     if submission is None:
         return None
