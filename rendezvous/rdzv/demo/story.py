@@ -52,6 +52,7 @@ def play(python: str, *, keep: bool) -> None:
         demo = Demo(folder, python)
         try:
             demo.play()
+            demo.show_costs()
             demo.say("the demo has passed")
             if keep:
                 demo.stay()
@@ -84,6 +85,9 @@ class Demo:
         self.environ = environment(python)
         self.began_s = time.monotonic()
         self.speaks_s = self.began_s
+        self.costs: dict[str, float] = {}
+        """The seconds from each of the demo's deeds until the training went on."""
+        self.deed = ""
         self.nodes: dict[str, DemoProgram] = {}
         self.server: DemoProgram | None = None
         self.endpoint = ""
@@ -128,7 +132,7 @@ class Demo:
 
     def start_node(self, name: str) -> None:
         launch = (f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={JOB}", f"--node-id={name}")
-        group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3")
+        group = ("--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--tee=3", "--warm")
         logs = f"--log-dir={self.folder / 'logs'}"
         script = (str(TRAINING), f"--snapshot={self.folder / 'snapshot.pt'}")
         length = (f"--until={self.enough}", "--epochs=100000", "--step-seconds=0.05")
@@ -139,7 +143,8 @@ class Demo:
         return DemoProgram(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
-        """Print the next action and return the time. `deed` names the action for subclasses."""
+        """Print the next action, which `deed` names, and return the time."""
+        self.deed = deed
         self.say(text)
         return time.monotonic()
 
@@ -149,7 +154,10 @@ class Demo:
         pattern = re.compile(rf"rank 0 of {world_size}: (resuming from .*|starting afresh)")
         awaited = f"{world_size} workers to import torch and connect"
         start = self.await_line(self.nodes["n1"], pattern, awaited)[1]
-        took = f"{what} after {time.monotonic() - since_s:.1f} s, {start}"
+        took_s = time.monotonic() - since_s
+        if self.deed:
+            self.costs[self.deed] = took_s
+        took = f"{what} after {took_s:.1f} s, {start}"
         self.say(f"  {took}; {cost}" if cost else f"  {took}")
         status = self.status()
         why = status["reason"]["headline"]
@@ -229,6 +237,12 @@ class Demo:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
         self.speaks_s = time.monotonic() + SILENT_S
+
+    def show_costs(self) -> None:
+        print("\nFrom each event until all workers were training")
+        for deed, took_s in self.costs.items():
+            print(f"  {deed:20}{took_s:6.1f} s")
+        print(flush=True)
 
     def stay(self) -> None:
         over = threading.Event()
