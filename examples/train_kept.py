@@ -5,7 +5,7 @@
 It is train_ddp.py with the state in memory in place of a snapshot: when a worker or a node is lost,
 the other workers go on in the same processes from the step before. What is new here are `State`,
 `@elastic` and `state.commit()`. A snapshot is still needed for what takes all workers at once; see
-docs/workers-that-stay.md.
+docs/workers-that-stay.md. With any number of workers it makes the same steps: see docs/any-size.md.
 """
 
 import argparse
@@ -27,7 +27,9 @@ def make_state(data: ToyData, args: argparse.Namespace, device: torch.device) ->
     return State(
         model=model,
         optimizer=make_optimizer(model),
-        sampler=ElasticBatchSampler(data, args.batch_size, seed=args.seed),
+        sampler=ElasticBatchSampler(
+            data, global_batch=args.global_batch, micro_batch=args.micro_batch, seed=args.seed
+        ),
         first_loss=evaluate(model, data, device),
         step=0,
     )
@@ -47,14 +49,16 @@ def train(
     while state.sampler.epoch < args.epochs:
         epoch = state.sampler.epoch
         for inputs, targets in DataLoader(data, batch_sampler=state.sampler):
-            state.optimizer.zero_grad()
-            loss = loss_function(model(inputs.to(device)), targets.to(device))
-            loss.backward()
-            state.optimizer.step()
-            state.step += 1
-            state.commit()
-            report_step(state.step)
-            time.sleep(args.step_seconds)
+            with state.accumulate(model) as part:
+                loss = loss_function(model(inputs.to(device)), targets.to(device))
+                (part.weight * loss).backward()
+            if part.is_last:
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+                state.step += 1
+                state.commit()
+                report_step(state.step)
+                time.sleep(args.step_seconds)
         if round.rank == 0:
             loss = evaluate(state.model, data, device)
             print(
@@ -67,7 +71,8 @@ def train(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Data-parallel training that outlives failures.")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=32, help="per worker")
+    parser.add_argument("--global-batch", type=int, default=64, help="samples in a step")
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples in a forward pass")
     parser.add_argument("--samples", type=int, default=1024, help="in an epoch, of all workers")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="sleep so long each step")
     parser.add_argument("--seed", type=int, default=0)

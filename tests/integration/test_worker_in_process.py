@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import rdzv.worker.state
 from rdzv.worker import (
@@ -451,6 +451,93 @@ def test_a_loader_that_outlives_a_round_yields_none_of_its_prefetched_batches() 
     with pytest.raises(WorkerError, match="earlier round"):
         next(batches)
     assert next(iter(loader)).tolist() == [8, 9, 10, 11]
+
+
+class Draws(Dataset[tuple[float, ...]]):
+    """Data that consist of random numbers."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return index, random.random(), float(torch.rand(())), float(np.random.rand())
+
+
+def draws(rank: int, world_size: int, processes: int) -> dict[Any, list[float]]:
+    """Return what one rank of several draws in two epochs for each sample and micro-batch."""
+    found: dict[Any, list[float]] = {}
+
+    @elastic
+    def train(state: State, round_: Round) -> None:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        state.sampler.begin_round(rank, world_size)
+        torch.manual_seed(rank + processes)
+        while (epoch := state.sampler.epoch) < 2:
+            loader = DataLoader(Draws(), batch_sampler=state.sampler, num_workers=processes)
+            for samples in loader:
+                with state.accumulate(model) as part:
+                    drawn = [random.random(), float(torch.rand(())), float(np.random.rand())]
+                found[epoch, tuple(samples[0].tolist())] = drawn
+                for index, *drawn in zip(*(one.tolist() for one in samples), strict=True):
+                    found[epoch, index] = drawn
+                if part.is_last:
+                    state.commit()
+
+    train(State(sampler=ElasticBatchSampler(12, global_batch=8, micro_batch=3, seed=5)))
+    return found
+
+
+def test_random_numbers_belong_to_samples_and_micro_batches_not_to_ranks() -> None:
+    alone = draws(0, 1, processes=0)
+    shared = [draws(rank, 2, processes) for rank, processes in ((0, 2), (1, 0))]
+    assert {**shared[0], **shared[1]} == alone
+    # 12 samples, and 3 + 2 micro-batches, in each of 2 epochs.
+    numbers = {number for drawn in alone.values() for number in drawn}
+    assert len(numbers) == 2 * (12 + 5) * 3
+
+
+def test_gradients_are_exchanged_in_the_last_part_of_a_step() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = ElasticBatchSampler(12, global_batch=12, micro_batch=4)
+    synced = []
+
+    @elastic
+    def train(state: State, round_: Round) -> None:
+        wrapped = nn.parallel.DistributedDataParallel(state.model)
+        with pytest.raises(WorkerError, match="was called with Linear, which exchanges no grad"):
+            state.accumulate(state.model).__enter__()
+        for _ in state.sampler:
+            with state.accumulate(wrapped) as part:
+                synced.append(wrapped.require_backward_grad_sync)
+                (part.weight * wrapped(torch.ones(1, 1))).sum().backward()
+            if not part.is_last:
+                with pytest.raises(WorkerError, match=r"has more micro-batches.*`if part\.is_last"):
+                    state.optimizer.step()
+                with pytest.raises(WorkerError, match="has more micro-batches"):
+                    state.commit()
+        assert model.weight.grad is not None and model.weight.grad.item() == pytest.approx(1)
+        state.optimizer.step()
+        state.commit()
+
+    state = State(model=model, optimizer=optimizer, sampler=sampler)
+    train(state)
+    assert synced == [False, False, True]
+    assert (state.committed, sampler.epoch) == (1, 1)
+
+
+@pytest.mark.parametrize("samplers", [0, 2])
+def test_parts_need_the_sampler_that_they_are_from(samplers: int) -> None:
+    @elastic
+    def train(state: State, round_: Round) -> None:
+        with state.accumulate(nn.parallel.DistributedDataParallel(nn.Linear(1, 1))):
+            pass
+
+    entries = {f"sampler{i}": ElasticBatchSampler(8, 2) for i in range(samplers)}
+    with pytest.raises(
+        WorkerError, match=rf"needs one ElasticBatchSampler .* has {samplers}: give"
+    ):
+        train(State(**entries))
 
 
 def test_what_is_published_several_at_a_time_is_noted_before_it_is_sent() -> None:

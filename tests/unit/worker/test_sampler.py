@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from examples import SETTLED
 from rdzv.worker import ElasticBatchSampler, NoRoundError, WorkerError
+from rdzv.worker.sampler import MicroBatch
 
 
 def samplers(world_size: int, state: dict[str, object] | None, **how: object) -> list[object]:
@@ -85,7 +88,8 @@ def test_samples_loaded_ahead_are_handed_out_again() -> None:
 
 def test_the_tail_is_divided_among_all_ranks() -> None:
     group = samplers(3, None, data=11, batch_size=3, shuffle=False)
-    assert [list(one)[-1] for one in group] == [[9], [10], [0]]  # type: ignore[call-overload]
+    # Two samples are left for three ranks.
+    assert [list(one)[-1] for one in group] == [[9], [10], [9]]  # type: ignore[call-overload]
 
 
 def test_without_its_tail_all_batches_have_one_size() -> None:
@@ -103,45 +107,171 @@ def test_a_tail_that_is_the_whole_epoch_is_refused() -> None:
         ElasticBatchSampler(5, 2, drop_tail=True).begin_round(0, 3)
 
 
-def test_several_batches_may_lie_between_two_commits() -> None:
-    sampler = ElasticBatchSampler(10, 1, shuffle=False, batches_per_commit=3)
+# ------------------------------------------------------------------ steps of several micro-batches
+
+
+def step_of(sampler: ElasticBatchSampler, batches: Any) -> list[tuple[list[int], MicroBatch]]:
+    """Take one rank's micro-batches of the next step, without computing anything."""
+    taken: list[tuple[list[int], MicroBatch]] = []
+    while not taken or not taken[-1][1].is_last:
+        # Iterating over the batch itself would seed generators, and import torch.
+        indices = next(batches)[:]
+        taken.append((indices, sampler.begin_micro_batch()))
+    return taken
+
+
+@pytest.mark.slow
+@settings(SETTLED, max_examples=300)
+@given(
+    size=st.integers(1, 60),
+    global_batch=st.integers(5, 20),
+    micro_batch=st.integers(1, 5),
+    drop_tail=st.booleans(),
+    rounds=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=6),
+)
+def test_the_steps_of_a_global_batch_are_the_same_for_any_number_of_ranks(
+    size: int,
+    global_batch: int,
+    micro_batch: int,
+    drop_tail: bool,
+    rounds: list[tuple[int, int]],
+) -> None:
+    if drop_tail and size < global_batch:
+        size += global_batch
+    how = {"data": size, "global_batch": global_batch, "micro_batch": micro_batch}
+    how |= {"shuffle": False, "drop_tail": drop_tail}
+    state: dict[str, object] | None = None
+    steps: list[tuple[int, list[int]]] = []
+    for world_size, count in [*rounds, (3, 9)]:
+        group: list[ElasticBatchSampler] = samplers(world_size, state, **how)  # type: ignore[assignment]
+        batches = [iter(one) for one in group]
+        for _ in range(count):
+            epoch, left, ends_epoch = group[0].epoch, len(group[0]), group[0].ends_epoch
+            taken = [step_of(*both) for both in zip(group, batches, strict=True)]
+            assert len({len(one) for one in taken}) == 1, "ranks differ in forward passes"
+            turns = [part for turn in zip(*taken, strict=True) for part in turn]
+            parts = [indices for indices, part in turns if part.weight]
+            assert sum(part.weight for _, part in turns) == pytest.approx(world_size)
+            samples = [index for indices in parts for index in indices]
+            for indices, part in turns:
+                assert indices in parts and len(indices) <= micro_batch
+                share = len(indices) / len(samples) * world_size
+                assert part.weight in (0, pytest.approx(share))
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+            steps.append((epoch, samples))
+            for one in group:
+                one.refuse_unfinished_step()
+                one.commit()
+            assert ends_epoch == (group[0].epoch > epoch)
+            if ends_epoch:
+                assert left == len(taken[0])
+                assert [next(one, None) for one in batches] == [None] * world_size
+                batches = [iter(one) for one in group]
+            else:
+                assert len(group[0]) == left - len(taken[0])
+        state = group[0].state_dict()
+    # Whatever the ranks were, these are the steps of one that takes the samples in order.
+    per_epoch = size // global_batch if drop_tail else -(-size // global_batch)
+    for number, (epoch, samples) in enumerate(steps):
+        place = number % per_epoch * global_batch
+        assert epoch == number // per_epoch
+        assert samples == list(range(place, min(place + global_batch, size)))
+
+
+def test_micro_batches_are_dealt_out_in_turn() -> None:
+    """The gradients of 10 samples in 4 parts, of which 3 ranks compute 2 each."""
+    how = {"data": 14, "global_batch": 10, "micro_batch": 3, "shuffle": False}
+    group: Any = samplers(3, None, **how)
+    batches = [iter(one) for one in group]
+    found = [step_of(*both) for both in zip(group, batches, strict=True)]
+    parts = [[(indices, round(part.weight, 9)) for indices, part in one] for one in found]
+    assert parts == [
+        [([0, 1], 0.6), ([7, 8, 9], 0.9)],
+        [([2, 3, 4], 0.9), ([0, 1], 0.0)],
+        [([5, 6], 0.6), ([2, 3, 4], 0.0)],
+    ]
+    for one in group:
+        one.commit()
+    found = [step_of(*both) for both in zip(group, batches, strict=True)]
+    assert [one[0][0] for one in found] == [[10, 11], [12, 13], [10, 11]]
+    assert [one[0][1].weight for one in found] == [1.5, 1.5, 0]
+
+
+def test_ranks_accumulate_gradients_of_a_batch_of_their_own_size() -> None:
+    group: Any = samplers(2, None, data=10, batch_size=4, micro_batch=2, shuffle=False)
+    batches = [iter(one) for one in group]
+    found = [step_of(*both) for both in zip(group, batches, strict=True)]
+    assert [[indices for indices, _ in one] for one in found] == [
+        [[0, 1], [4, 5]],
+        [[2, 3], [6, 7]],
+    ]
+    assert {part.weight for one in found for _, part in one} == {0.5}
+
+
+def test_the_last_step_of_an_epoch_is_told_before_it_is_committed() -> None:
+    for how in ({"batch_size": 3}, {"global_batch": 3, "micro_batch": 2}):
+        sampler = ElasticBatchSampler(8, shuffle=False, **how)
+        sampler.begin_round(0, 1)
+        told = []
+        while sampler.epoch < 2:
+            batches = iter(sampler)
+            for _ in range(3):
+                step_of(sampler, batches)
+                told.append(sampler.ends_epoch)
+                sampler.commit()
+        assert told == [False, False, True] * 2, how
+
+
+def begun(**how: int) -> tuple[ElasticBatchSampler, Any]:
+    sampler = ElasticBatchSampler(12, shuffle=False, **how)
     sampler.begin_round(0, 1)
-    batches = iter(sampler)
-    for _ in range(4):
-        next(batches)
+    return sampler, iter(sampler)
+
+
+def test_a_step_is_refused_in_its_middle() -> None:
+    sampler, batches = begun(batch_size=4, micro_batch=2)
+    with pytest.raises(WorkerError, match=r"without a batch"):
+        sampler.begin_micro_batch()
+    list(islice(batches, 3))
+    with pytest.raises(WorkerError, match=r"ended without state\.accumulate"):
+        sampler.refuse_unfinished_step()
+    assert not sampler.begin_micro_batch().is_last
+    with pytest.raises(WorkerError, match=r"has more micro-batches.*if part\.is_last"):
+        sampler.refuse_unfinished_step()
+    assert sampler.begin_micro_batch().is_last
+    with pytest.raises(WorkerError, match=r"after the last one.*if part\.is_last"):
+        sampler.begin_micro_batch()
+    sampler.refuse_unfinished_step()
     sampler.commit()
-    assert sampler.position == 3
-
-
-def test_the_last_step_of_an_epoch_is_told_by_the_length() -> None:
-    sampler = ElasticBatchSampler(10, 1, shuffle=False, batches_per_commit=3)
+    assert sampler.position == 4
+    assert not sampler.begin_micro_batch().is_last
     sampler.begin_round(0, 1)
-    steps: list[list[list[int]]] = [[]]
-    while sampler.epoch < 1:
-        for batch in sampler:
-            steps[-1].append(batch)
-            if len(steps[-1]) == min(3, len(sampler)):
-                sampler.commit()
-                steps.append([])
-    assert steps == [[[0], [1], [2]], [[3], [4], [5]], [[6], [7], [8]], [[9]], []]
+    sampler.refuse_unfinished_step()
 
 
-def test_an_epoch_whose_last_step_is_never_committed_is_refused() -> None:
-    """Otherwise its last batches would be yielded for ever."""
-    sampler = ElasticBatchSampler(10, 1, shuffle=False, batches_per_commit=3)
-    sampler.begin_round(0, 1)
+def test_a_global_batch_with_fewer_samples_than_ranks_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sampler = ElasticBatchSampler(99, global_batch=4, micro_batch=2)
+    with pytest.raises(WorkerError, match="global_batch is 4, but there are 5 workers"):
+        sampler.begin_round(4, 5)
+    # Where there are enough samples, but not enough micro-batches, ranks are wasted.
+    sampler.begin_round(0, 2)
+    sampler.begin_round(1, 3)
+    assert capsys.readouterr().err == ""
+    sampler.begin_round(0, 3)
+    assert "has 2 micro-batches, so 1 of 3 workers only repeat" in capsys.readouterr().err
 
-    def train_epoch() -> int:
-        for batches, _ in enumerate(sampler, 1):
-            if batches % 3 == 0:
-                sampler.commit()
-        return batches
 
-    assert [train_epoch() for _ in range(3)] == [10, 1, 1]
-    with pytest.raises(WorkerError, match=r"last 1 batches .* are never committed"):
-        train_epoch()
-    sampler.begin_round(0, 1)
-    assert train_epoch() == 1
+def test_another_global_batch_is_refused() -> None:
+    state = ElasticBatchSampler(99, global_batch=8, micro_batch=2).state_dict()
+    ElasticBatchSampler(99, global_batch=8, micro_batch=4).load_state_dict(state)
+    for how in ({"batch_size": 8}, {"global_batch": 16, "micro_batch": 2}):
+        with pytest.raises(WorkerError, match=r"for global_batch=8, but here it is (None|16)"):
+            ElasticBatchSampler(99, **how).load_state_dict(state)
+
+
+# ------------------------------------------------------------------ refused
 
 
 def test_an_iterator_of_a_former_round_is_refused() -> None:
@@ -165,10 +295,23 @@ def test_another_data_set_is_refused() -> None:
         ElasticBatchSampler(11, 1).load_state_dict(state)
 
 
-@pytest.mark.parametrize("how", [{"data": 0, "batch_size": 1}, {"data": 1, "batch_size": 0}])
-def test_no_samples_are_no_data_set(how: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="is 0; it must be at least 1"):
-        ElasticBatchSampler(**how)
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"data": 0, "batch_size": 1}, "number of samples is 0; it must be an integer of at least"),
+        ({"batch_size": 0}, "batch_size is 0;"),
+        ({"batch_size": 2.5}, "batch_size is 2.5;"),
+        ({"global_batch": -1, "micro_batch": 1}, "global_batch is -1;"),
+        ({}, "batch_size is None and global_batch is None: give one"),
+        ({"batch_size": 2, "global_batch": 4, "micro_batch": 2}, "is 2 and global_batch is 4"),
+        ({"global_batch": 4}, "global_batch=4 needs micro_batch"),
+        ({"global_batch": 4, "micro_batch": 5}, "micro_batch is 5, but a step has only 4"),
+        ({"batch_size": 4, "micro_batch": 5}, "micro_batch is 5, but a step has only 4"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(how: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ElasticBatchSampler(**{"data": 9, **how})
 
 
 @pytest.mark.slow

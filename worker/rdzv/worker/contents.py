@@ -384,11 +384,19 @@ def restore_rng(states: dict[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
 
 
-def derive_rng(seed: int, rank: int, step: int) -> None:
-    """Seed all generators, for a rank that enters the job at a step."""
-    digest = hashlib.blake2b(f"{seed}/{rank}/{step}".encode(), digest_size=8).digest()
+def derive_rng(*of: object, is_frequent: bool = False) -> None:
+    """Seed all generators from what their numbers are for, such as (seed, rank, step).
+
+    `is_frequent` leaves out devices that are not in use yet, for which torch records a stack trace.
+    """
+    digest = hashlib.blake2b("/".join(map(str, of)).encode(), digest_size=8).digest()
     derived = int.from_bytes(digest, "big") >> 1
     random.seed(derived)
-    torch.manual_seed(derived)
+    if is_frequent:
+        torch.default_generator.manual_seed(derived)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(derived)
+    else:
+        torch.manual_seed(derived)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(derived & 0xFFFFFFFF)

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
-from .rounds import NoRoundError, WorkerError
+from .rounds import NoRoundError, WorkerError, warn
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a rank needs to know to add a micro-batch's gradient to those of its step."""
+
+    weight: float
+    """The factor for its mean loss: its share of the step's samples, times the number of ranks,
+    because DDP divides by that. It is 0 for a micro-batch that another rank computes as well.
+    """
+    is_last: bool
+    """Whether it is the last of this rank's micro-batches in the step, of which all ranks have the
+    same number.
+    """
+    of: tuple[int, int, int] | None
+    """What its random numbers are derived from: seed, epoch, and place. None: they are the rank's.
+    """
 
 
 class ElasticBatchSampler:
     """Yields every sample once per epoch, regardless of failures and resizes.
 
     It is passed to `State(sampler=...)` and `DataLoader(..., batch_sampler=state.sampler)`. An
-    epoch is an ordering of all samples that depends only on `seed` and the epoch number. Each step
-    takes the next `batch_size * world_size` samples, a consecutive `batch_size` for each rank. Only
+    epoch is an ordering of all samples that depends only on `seed` and the epoch number. Only
     `state.commit()` advances the position in that ordering, so samples that were prefetched, or
     were part of an unfinished step, are yielded again.
 
-    At the end of an epoch, fewer samples may remain. They are divided among the ranks as evenly as
-    possible. If there are fewer samples than ranks, the epoch's first samples are added until each
-    rank has one; only these are seen twice. With `drop_tail`, the last incomplete step is omitted
-    instead, so that all batches have the same size.
+    With `batch_size`, each step takes the next `batch_size * world_size` samples, and each rank a
+    consecutive part of them. With `global_batch`, it takes that many samples, whatever the number
+    of ranks; they are divided into micro-batches of at most `micro_batch` samples, which also do
+    not depend on the number of ranks, and the ranks compute them in turn. Each sample is then
+    loaded, and each micro-batch computed, with random numbers of its own, derived from `seed`.
+
+    All ranks yield equally many batches in a step, so some may be yielded by two ranks. The step at
+    the end of an epoch has fewer samples; with `drop_tail`, it is omitted.
 
     Iteration ends with the epoch. Loop over epochs like this, which also works if a round begins in
     the middle of one:
@@ -30,36 +51,55 @@ class ElasticBatchSampler:
             for batch in loader:
                 ...
                 state.commit()
+
+    With `micro_batch`, each batch is computed in `state.accumulate`, which says when a step ends.
     """
 
     def __init__(
         self,
         data: Sized | int,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_tail: bool = False,
-        batches_per_commit: int = 1,
     ) -> None:
-        """Accept a data set, or its number of samples, and a batch size per rank.
+        """Accept a data set, or its number of samples, and a number of samples per step.
 
-        `batches_per_commit` is the number of batches between two commits, for scripts that
-        accumulate gradients. `ValueError` if a number is not positive.
+        That is given per rank (`batch_size`; with `micro_batch`, ranks accumulate gradients) or in
+        total (`global_batch` with `micro_batch`). `ValueError` if a number is not positive, or if
+        they contradict each other.
         """
         self.size = data if isinstance(data, int) else len(data)
         for name, value in (
             ("the number of samples", self.size),
             ("batch_size", batch_size),
-            ("batches_per_commit", batches_per_commit),
+            ("global_batch", global_batch),
+            ("micro_batch", micro_batch),
         ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        step = batch_size or global_batch
+        if step is None or (batch_size and global_batch):
+            raise ValueError(
+                f"batch_size is {batch_size} and global_batch is {global_batch}: give one of them, "
+                "the number of samples in a step per rank, or of all ranks together"
+            )
+        if global_batch and not micro_batch:
+            raise ValueError(
+                f"global_batch={global_batch} needs micro_batch, the number of samples in one "
+                "forward pass; it stays the same when the number of ranks changes"
+            )
+        if micro_batch and micro_batch > step:
+            raise ValueError(f"micro_batch is {micro_batch}, but a step has only {step} samples")
         self.batch_size = batch_size
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
         self.shuffle = shuffle
         self.seed = seed
         self.drop_tail = drop_tail
-        self.batches_per_commit = batches_per_commit
         self.epoch = 0
         """The number of completed epochs."""
         self.position = 0
@@ -69,32 +109,76 @@ class ElasticBatchSampler:
         self._rank: int | None = None
         self._world_size = 1
         self._round = 0
-        self._ends: deque[int] = deque()
-        self._fruitless = 0
-        """The number of consecutive iterators that have yielded the same incomplete last step."""
+        self._yielded: deque[MicroBatch] = deque()
+        self._current: MicroBatch | None = None
+        """The micro-batch being computed, or the last one that was."""
 
     def begin_round(self, rank: int, world_size: int) -> None:
         """Divide the samples among a new round's ranks. Older iterators raise from now on.
 
-        Raises `WorkerError` if `drop_tail` would leave no samples in an epoch.
+        Raises `WorkerError` if a step has fewer samples than there are ranks, or if `drop_tail`
+        would leave no samples in an epoch.
         """
-        if self.drop_tail and self.size < self.batch_size * world_size:
-            raise WorkerError(
-                f"drop_tail leaves nothing of {self.size} samples in a world of {world_size} with "
-                f"batches of {self.batch_size}: choose a smaller batch, or keep the tail"
-            )
         self._rank = rank
         self._world_size = world_size
         self._round += 1
-        self._fruitless = 0
-        self._ends.clear()
+        self._current = None
+        self._yielded.clear()
+        step = self._per_step
+        if step < world_size:
+            raise WorkerError(
+                f"global_batch is {step}, but there are {world_size} workers, and each needs a "
+                f"sample in each step: choose at least {world_size}, or run at most {step} workers"
+            )
+        if self.drop_tail and self.size < step:
+            raise WorkerError(
+                f"drop_tail leaves nothing of {self.size} samples in a world of {world_size} with "
+                f"steps of {step}: choose a smaller batch, or keep the tail"
+            )
+        if rank == 0 and (count := self._count(step)) < world_size:
+            warn(
+                None,
+                f"a step of {step} samples has {count} micro-batches, so {world_size - count} of "
+                f"{world_size} workers only repeat those of others: choose a micro_batch of at "
+                f"most {step // world_size}, or fewer workers",
+            )
         self._end_epoch()
 
+    def begin_micro_batch(self) -> MicroBatch:
+        """Return the oldest batch that was yielded and not begun. Called by `State.accumulate`."""
+        if self._current is not None and self._current.is_last:
+            raise WorkerError(
+                "a micro-batch was begun after the last one of a step: call the optimizer's step "
+                "and state.commit() before, `if part.is_last`"
+            )
+        if not self._yielded:
+            raise WorkerError(
+                "state.accumulate() was called without a batch: call it once for each batch of a "
+                "loader with batch_sampler=state.sampler"
+            )
+        self._current = self._yielded.popleft()
+        return self._current
+
+    def refuse_unfinished_step(self) -> None:
+        """Raise `WorkerError` if this rank has more micro-batches in the step."""
+        if self._current is not None and not self._current.is_last:
+            raise WorkerError(
+                "the step has more micro-batches: call the optimizer's step and state.commit() "
+                "after the last one, `if part.is_last` (with state.accumulate(model) as part)"
+            )
+        if self._current is None and self._yielded and self.micro_batch is not None:
+            raise WorkerError(
+                "a step of several micro-batches ended without state.accumulate(): compute each "
+                "batch inside `with state.accumulate(model) as part`"
+            )
+
     def commit(self) -> None:
-        """Count the oldest yielded batches as done. Called by `State.commit`."""
-        self._fruitless = 0
-        for _ in range(min(self.batches_per_commit, len(self._ends))):
-            self.position = self._ends.popleft()
+        """Count the oldest yielded step as done. Called by `State.commit`."""
+        if self._current is None and self._yielded:
+            self._current = self._yielded.popleft()
+        if self._current is not None:
+            self.position += min(self._per_step, self.size - self.position)
+        self._current = None
         self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,25 +188,40 @@ class ElasticBatchSampler:
             "position": self.position,
             "size": self.size,
             "seed": self.seed,
+            "global_batch": self.global_batch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position. Raises `WorkerError` if the data set's size differs."""
+        """Continue from a saved position.
+
+        Raises `WorkerError` if the data set's size or the global batch differs.
+        """
         if state["size"] != self.size:
             raise WorkerError(
                 f"the sampler's state is for {state['size']} samples, but the data set here has "
                 f"{self.size}: give every rank and every start of the job the same data set"
             )
+        if state.get("global_batch") != self.global_batch:
+            raise WorkerError(
+                f"the sampler's state is for global_batch={state.get('global_batch')}, but here "
+                f"it is {self.global_batch}, so its steps would be others: give every rank and "
+                "every start of the job the same"
+            )
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.seed = state["seed"]
-        self._ends.clear()
+        self._yielded.clear()
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step that is not committed yet is the last one of its epoch."""
+        return self._left(self.position + self._per_step) <= 0
 
     def __len__(self) -> int:
         """Return the number of batches in this epoch that this rank has not committed."""
-        per_step = self.batch_size * self._world_size
-        left = self.size - self.position
-        return left // per_step if self.drop_tail else -(-left // per_step)
+        steps, tail = divmod(self.size - self.position, self._per_step)
+        per_rank = [-(-self._count(n) // self._world_size) for n in (self._per_step, tail)]
+        return steps * per_rank[0] + (0 if self.drop_tail else per_rank[1])
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of indices until the end of the epoch."""
@@ -135,19 +234,24 @@ class ElasticBatchSampler:
 
     def _batches(self, rank: int, round_: int) -> Iterator[list[int]]:
         self._refuse_if_stale(round_)
-        self._refuse_endless_epoch()
         if self.on_first_batch is not None and self.position:
             self.on_first_batch()
         self.on_first_batch = None
         order = self._order()
         position = self.position
-        self._ends.clear()
-        while self._left(position):
-            batch, position = self._step(order, position, rank)
-            self._ends.append(position)
-            yield batch
-            self._refuse_if_stale(round_)
-        self._fruitless += len(self._ends) < self.batches_per_commit
+        self._yielded.clear()
+        while left := self._left(position):
+            samples = min(self._per_step, left)
+            for part, begin, end in self._step(position, samples, rank):
+                self._yielded.append(part)
+                indices = order[begin:end]
+                yield (
+                    indices
+                    if self.global_batch is None
+                    else _Samples(indices, (self.seed, self.epoch))
+                )
+                self._refuse_if_stale(round_)
+            position += samples
 
     def _refuse_if_stale(self, round_: int) -> None:
         if round_ != self._round:
@@ -156,36 +260,37 @@ class ElasticBatchSampler:
                 "among other ranks: make loaders and iterators inside the function under @elastic"
             )
 
-    def _refuse_endless_epoch(self) -> None:
-        # No sooner, because the script may have left the loop early, or looked at a single batch.
-        if self._fruitless > 2:
-            raise WorkerError(
-                f"the last {len(self._ends)} batches of the epoch are never committed, because "
-                f"batches_per_commit is {self.batches_per_commit}: also commit the last step, "
-                f"which has fewer: if batches == min({self.batches_per_commit}, len(sampler))"
-            )
-
     def _end_epoch(self) -> None:
         if self._left(self.position) == 0:
             self.epoch += 1
             self.position = 0
-            self._ends.clear()
+            self._yielded.clear()
+
+    @property
+    def _per_step(self) -> int:
+        return self.global_batch or (self.batch_size or 0) * self._world_size
 
     def _left(self, position: int) -> int:
         left = self.size - position
-        if self.drop_tail and left < self.batch_size * self._world_size:
-            return 0
-        return left
+        return 0 if self.drop_tail and left < self._per_step else left
 
-    def _step(self, order: list[int], position: int, rank: int) -> tuple[list[int], int]:
-        world_size = self._world_size
-        count = min(self.batch_size * world_size, self.size - position)
-        taken = order[position : position + count]
-        if count < world_size:
-            taken = [*taken, *(order[i % self.size] for i in range(world_size - count))]
-        share, more = divmod(len(taken), world_size)
-        begin = rank * share + min(rank, more)
-        return taken[begin : begin + share + (rank < more)], position + count
+    def _count(self, samples: int) -> int:
+        """Return the number of micro-batches of a step with this many samples."""
+        count = -(-samples // (self.micro_batch or self.batch_size or 1))
+        # A script that knows nothing of weights has a part of the epoch's tail on each rank.
+        return count if self.global_batch else max(count, min(samples, self._world_size))
+
+    def _step(
+        self, position: int, samples: int, rank: int
+    ) -> Iterator[tuple[MicroBatch, int, int]]:
+        count, world_size = self._count(samples), self._world_size
+        turns = range(rank, -(-count // world_size) * world_size, world_size)
+        for turn in turns:
+            number = turn % count
+            begin, end = (position + i * samples // count for i in (number, number + 1))
+            weight = (end - begin) * world_size / samples if turn < count else 0.0
+            of = (self.seed, self.epoch, begin) if self.global_batch else None
+            yield MicroBatch(weight, turn == turns[-1], of), begin, end
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -195,3 +300,22 @@ class ElasticBatchSampler:
         generator = torch.Generator().manual_seed((self.seed << 20) + self.epoch)
         order: list[int] = torch.randperm(self.size, generator=generator).tolist()
         return order
+
+
+class _Samples(list[int]):
+    """A micro-batch's indices. Iterating seeds the generators of the process that loads them."""
+
+    def __init__(self, indices: list[int], of: tuple[int, int]) -> None:
+        super().__init__(indices)
+        self._of = of
+        """The seed and the epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        from .contents import derive_rng
+
+        for index in super().__iter__():
+            derive_rng("sample", *self._of, index, is_frequent=True)
+            yield index
+
+    def __reduce__(self) -> Any:
+        return _Samples, (self[:], self._of)  # By default, pickling iterates, in another thread.

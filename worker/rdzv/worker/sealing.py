@@ -38,6 +38,9 @@ class Sealing:
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.contents = Contents(entries)
+        self.samplers = [
+            one for one in self.contents.objects.values() if isinstance(one, ElasticBatchSampler)
+        ]
         self.step: int | None = None
         """The number of sealed steps, or None before the first."""
         self.torn = False
@@ -120,10 +123,9 @@ class Sealing:
             # An interrupted backward pass may have left gradients.
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        for entry in self.contents.objects.values():
-            if isinstance(entry, ElasticBatchSampler):
-                entry.begin_round(rank, world_size)
-                entry.on_first_batch = self._restore_rng
+        for sampler in self.samplers:
+            sampler.begin_round(rank, world_size)
+            sampler.on_first_batch = self._restore_rng
         self._seal()
         self._before = None
 
@@ -140,10 +142,10 @@ class Sealing:
             self._restore_rng()
 
     def commit(self) -> None:
+        self._refuse_unfinished_step()
         self.shards.commit()
-        for entry in self.contents.objects.values():
-            if isinstance(entry, ElasticBatchSampler):
-                entry.commit()
+        for sampler in self.samplers:
+            sampler.commit()
         self._seal()
         self.step = (self.step or 0) + 1
         self.torn = False
@@ -175,14 +177,20 @@ class Sealing:
         if self._sealed is not None:
             restore_rng(self._sealed.rng)
 
+    def _refuse_unfinished_step(self) -> None:
+        for sampler in self.samplers:
+            sampler.refuse_unfinished_step()
+
     def _refuse_or_tear(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
+            self._refuse_unfinished_step()
             self._before_step()
             self.wait_for_copy()
             self.torn = True
 
     def _refuse_or_hold(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
+            self._refuse_unfinished_step()
             self._before_step()
             self.wait_for_copy()
             self.shards.before_step(self.step or 0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from .contents import derive_rng
 from .rounds import NoRoundError, WorkerError
 from .sealing import Sealing
 
 if TYPE_CHECKING:
     from .rounds import Round
+    from .sampler import MicroBatch
     from .session import Session
 
 
@@ -88,6 +91,44 @@ class State:
         added different objects, and `NoSourceError` if a part is lost.
         """
         self._running("add").add(entries, hold_last=hold_last)
+
+    @contextmanager
+    def accumulate(self, model: Any) -> Iterator[MicroBatch]:
+        """Compute one batch of the state's `ElasticBatchSampler`, as a part of a step.
+
+        `model` is the DistributedDataParallel wrapper, or a model sharded by `fully_shard`. Ranks
+        exchange gradients in the backward pass of the last part alone. Multiply the mean loss by
+        the part's weight:
+
+            with state.accumulate(model) as part:
+                (part.weight * loss_function(model(inputs), targets)).backward()
+            if part.is_last:
+                state.optimizer.step()
+                state.optimizer.zero_grad()
+                state.commit()
+
+        Raises `RoundOver` if the round has ended, and `WorkerError` without such a model or
+        sampler, or in the wrong order.
+        """
+        self._running("accumulate").check(between_steps=False)
+        set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's.
+        if set_sync is None and not hasattr(model, "no_sync"):
+            raise WorkerError(
+                f"state.accumulate() was called with {type(model).__name__}, which exchanges no "
+                "gradients: give it the DistributedDataParallel wrapper"
+            )
+        if len(self._sealing.samplers) != 1:
+            raise WorkerError(
+                "state.accumulate() needs one ElasticBatchSampler in the state, which has "
+                f"{len(self._sealing.samplers)}: give it to State(sampler=...)"
+            )
+        part = self._sealing.samplers[0].begin_micro_batch()
+        if part.of is not None:
+            derive_rng("micro-batch", *part.of, is_frequent=True)
+        if set_sync is not None:
+            set_sync(part.is_last)
+        with nullcontext() if part.is_last or set_sync is not None else model.no_sync():
+            yield part
 
     def commit(self) -> None:
         """Mark this step as done. Call it on every rank, once after each optimizer step.
