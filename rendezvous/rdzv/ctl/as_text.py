@@ -326,7 +326,9 @@ def node_table(
         "RANK": _ranks,
         "STEP": lambda node: _node_steps(node, job, by_rank),
         # Split into kept, warm and cold if known.
-        "WORKERS": lambda node: origins(node) or number_text(node.local_world_size),
+        "WORKERS": lambda node: (
+            origins(node.kept, node.warm, node.cold) or number_text(node.local_world_size)
+        ),
         "ROLE": lambda node: (node.role or UNKNOWN) if with_role else "",
         "ADDRESS": lambda node: node.address or UNKNOWN,
         "WHY": lambda node: whys.get(node.node_id, ""),

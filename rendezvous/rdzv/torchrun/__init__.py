@@ -43,8 +43,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousParameters
 
-BACKEND = "rdzv"
-
 
 def plugin() -> object:
     """Return the function that creates a handler, as torch's registry expects."""

@@ -22,7 +22,7 @@ from rdzv.errors import RendezvousConnectionError
 from rdzv.torchrun.plugin_options import PluginOptions
 from rdzv.torchrun.signals import watch_signals
 from rdzv.transport import addresses
-from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.endpoints import Endpoint, is_loopback
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 
@@ -204,7 +204,7 @@ class Talk:
 
     @property
     def _loopback_only(self) -> bool:
-        return addresses.is_loopback(self._offer.address) and not self._offer.host_name
+        return is_loopback(self._offer.address) and not self._offer.host_name
 
     # ------------------------------------------------------------------ messages received
 

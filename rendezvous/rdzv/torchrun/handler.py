@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from rdzv import errors
 from rdzv.client import ControlClient
-from rdzv.torchrun import BACKEND
 from rdzv.torchrun.conversation import PartPhase, Talk
 from rdzv.torchrun.plugin_options import PluginOptions, agent_has_run
 from rdzv.torchrun.round_store import AgentStore, in_thread, meet, shares_store
@@ -61,7 +60,7 @@ class RdzvHandler(RendezvousHandler):
     # ------------------------------------------------------------------ calls by torch
 
     def get_backend(self) -> str:
-        return BACKEND
+        return "rdzv"
 
     def get_run_id(self) -> str:
         """Return the job's name.

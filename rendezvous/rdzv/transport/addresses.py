@@ -13,12 +13,10 @@ import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from rdzv.errors import RendezvousConnectionError
-
-if TYPE_CHECKING:
-    from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.endpoints import Endpoint, is_link_local, is_loopback
 
 AddressInfo: TypeAlias = Sequence[tuple[Any, Any, int, str, tuple[Any, ...]]]
 """The result of `getaddrinfo`."""
@@ -116,19 +114,6 @@ def _plain(address: str) -> str:
     return address if mapped is None else str(mapped)
 
 
-def is_link_local(address: str) -> bool:
-    """Return whether this is an IPv6 address that has a meaning only together with an interface.
-
-    >>> [is_link_local(a) for a in ("fe80::1%eth0", "fe80::1", "169.254.1.1", "n1", "2001:db8::1")]
-    [True, True, False, False, False]
-    """
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        return False
-    return found.version == 6 and found.is_link_local
-
-
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 RDMA_DEVICES = Path("/sys/class/infiniband")
 _SIOCGIFCONF = 0x8912
@@ -216,20 +201,6 @@ def reachable_host_name(address: str) -> str:
         return ""
     name = socket.gethostname()
     return name if leads_beyond_loopback(_addresses_of(name, None)) else ""
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address is reachable only from this machine.
-
-    >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
-    [True, True, True, False, False]
-    """
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 BACKLOG = (1 << 16) - 1

@@ -11,17 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
 from rdzv.transport import certificates
-from rdzv.transport.addresses import is_loopback
-
-if TYPE_CHECKING:
-    from rdzv.transport.endpoints import Endpoint
+from rdzv.transport.endpoints import Endpoint, is_loopback
 
 VARIABLES = {
     "ca": "RDZV_TLS_CA",

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 from rdzv.errors import InvalidRequestError, short
 from rdzv.structs import struct
-from rdzv.transport.addresses import is_link_local, is_loopback
 
 DEFAULT_PORT = 29_400
 """rdzvd's default port, which is that of torchrun's own rendezvous, so firewalls need no change."""
@@ -103,6 +102,33 @@ def parse_endpoints(text: str, default_port: int = DEFAULT_PORT) -> tuple[Endpoi
     if not found:
         raise _unusable(text, "it names no host", "write HOST:PORT, or several with commas")
     return found
+
+
+def is_link_local(address: str) -> bool:
+    """Return whether this is an IPv6 address that has a meaning only together with an interface.
+
+    >>> [is_link_local(a) for a in ("fe80::1%eth0", "fe80::1", "169.254.1.1", "n1", "2001:db8::1")]
+    [True, True, False, False, False]
+    """
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return found.version == 6 and found.is_link_local
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address is reachable only from this machine.
+
+    >>> [is_loopback(a) for a in ("127.0.0.1", "::1", "localhost", "10.0.0.5", "n1")]
+    [True, True, True, False, False]
+    """
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def refuse_link_local(endpoints: Iterable[Endpoint], local_addr: str = "") -> None:

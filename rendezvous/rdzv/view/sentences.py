@@ -6,7 +6,7 @@ The caller prepends the job's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rdzv.core import events
 from rdzv.core.evidence.stragglers import Straggler
@@ -18,9 +18,6 @@ from rdzv.core.words import counted, duration, ranks_text
 from rdzv.transport.wire import convert
 from rdzv.view import history
 from rdzv.view.history import Fields, Kept, read
-
-if TYPE_CHECKING:
-    from rdzv.view import answers
 
 
 def sentence(event: Kept) -> str:
@@ -116,12 +113,14 @@ def started(event: events.WorkersStarted) -> str:
     '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
     """
     new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
-    return ": ".join(part for part in (origins(event), "; ".join(new)) if part)
+    return ": ".join(
+        part for part in (origins(event.kept, event.warm, event.cold), "; ".join(new)) if part
+    )
 
 
-def origins(one: events.WorkersStarted | answers.NodeStatus) -> str:
+def origins(kept: int | None, warm: int | None, cold: int | None) -> str:
     """Describe how many workers were kept, started warm, and started cold, omitting zeros."""
-    found = ((one.kept, "kept"), (one.warm, "warm"), (one.cold, "cold"))
+    found = ((kept, "kept"), (warm, "warm"), (cold, "cold"))
     return ", ".join(f"{number} {how}" for number, how in found if number)
 
 

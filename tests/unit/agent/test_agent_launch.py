@@ -29,11 +29,11 @@ from rdzv.structs import replace
 from rdzv.transport import addresses
 from rdzv.transport.addresses import (
     StoreSocket,
-    is_loopback,
     machine_id,
     missing_interfaces,
     socket_interfaces,
 )
+from rdzv.transport.endpoints import is_loopback
 
 JOB = JobTerms("job-7", "n1", Settings(1, 1), local_world_size=1)
 

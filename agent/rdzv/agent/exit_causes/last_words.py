@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container
 
-from rdzv.transport.addresses import is_loopback
+from rdzv.transport.endpoints import is_loopback
 
 ENLARGE_SHM = (
     "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory), or use fewer "

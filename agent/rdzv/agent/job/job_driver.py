@@ -42,7 +42,8 @@ from rdzv.core.model import LeaveCause, Offer
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
-from rdzv.transport.addresses import StoreSocket, is_loopback, machine_id
+from rdzv.transport.addresses import StoreSocket, machine_id
+from rdzv.transport.endpoints import is_loopback
 from rdzv.v1 import rdzv_pb2 as pb
 
 log = logging.getLogger("rdzv.agent")

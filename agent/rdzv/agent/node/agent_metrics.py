@@ -22,8 +22,7 @@ from rdzv.agent.node.placements import Placements
 from rdzv.agent.server_link.link import ServerLink
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime import exposition
-from rdzv.transport.addresses import is_loopback
-from rdzv.transport.endpoints import Listen
+from rdzv.transport.endpoints import Listen, is_loopback
 
 log = logging.getLogger("rdzv.agent")
 

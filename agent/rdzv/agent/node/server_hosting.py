@@ -26,8 +26,8 @@ from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.settings.server_settings import RdzvdSettings, Timings
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.transport.addresses import is_loopback, listen_at
-from rdzv.transport.endpoints import Endpoint, Listen
+from rdzv.transport.addresses import listen_at
+from rdzv.transport.endpoints import Endpoint, Listen, is_loopback
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
