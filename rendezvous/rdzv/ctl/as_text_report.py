@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Columns, Page, bold
 from rdzv.view.ledger import Ledger, LedgerPhase
@@ -16,6 +17,7 @@ NO_STEPS = (
 )
 """Shown if the time for starting, loading and redone steps cannot be told apart from training."""
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
+FAILURES = {Cause.WORKER_FAILURE, Cause.NODE_LOST, Cause.STORE_HOST, Cause.START_FAILED}
 LISTED = 10
 
 _BAR = 24
@@ -37,13 +39,13 @@ def share(goodput: float | None, *, steps_reported: bool) -> str:
 def hours(ms: int | None) -> str:
     """Format node or GPU time in hours; empty if it is unknown.
 
-    >>> hours(15_000), hours(90 * 60_000), hours(360_000_000), hours(None)
-    ('0.00417', '1.50', '100', '')
+    >>> hours(15_000), hours(90 * 60_000), hours(-360_000_000), hours(None)
+    ('0.00417', '1.50', '-100', '')
     """
     if ms is None:
         return ""
     found = ms / _HOUR_MS
-    return f"{found:.3g}" if found < 1 else f"{found:.2f}" if found < 100 else f"{found:,.0f}"
+    return f"{found:.3g}" if abs(found) < 1 else f"{found:,.{0 if abs(found) >= 100 else 2}f}"
 
 
 def cause_name(cause: str) -> str:
@@ -102,6 +104,23 @@ def all_tables(found: Report) -> Tables:
         "lost GPU-hours": lambda job: hours(job.lost_gpu_ms),
     }
     yield "Jobs", columns, found.jobs
+
+
+def advice_tables(found: Report) -> Tables:
+    """Yield what changes would have saved and cost, best first."""
+    if found.advice:
+        columns: Mapping[str, Callable[[Any], str]] = {
+            "change": lambda one: one.change,
+            "job": lambda one: one.rdzv_id,
+            "now": lambda one: one.now,
+            "saves": lambda one: hours(one.saves_ms),
+            "costs": lambda one: hours(one.costs_ms),
+            "net": lambda one: (
+                hours(one.net_ms) + ((one.spread_ms and f" ± {hours(one.spread_ms)}") or "")
+            ),
+            "verdict": lambda one: one.verdict,
+        }
+        yield "What changes would have saved, in node-hours", columns, found.advice
 
 
 def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) -> str:
@@ -180,10 +199,9 @@ def _listed(tables: Tables, page: Page) -> list[str]:
 
 
 def report(found: Report, page: Page) -> str:
-    since = duration(found.until_unix_ms - found.from_unix_ms)
-    lines = [page.line(bold(f"All jobs in the last {since}")), ""]
+    lines = _all_jobs("All jobs in", found, page)
     if not found.jobs:
-        return "\n".join([*lines, *page.sentence("No job had a run in this time.")])
+        return "\n".join(lines)
     bound = all(job.steps_reported for job in found.jobs)
     good = share(found.goodput, steps_reported=bound)
     lines += page.fact("goodput", f"{good} of {hours(found.node_ms)} node-hours")
@@ -191,3 +209,23 @@ def report(found: Report, page: Page) -> str:
         lines += page.sentence(NO_STEPS)
     lines += _section("Where the time went", _phases(found.phases, page), page)
     return "\n".join([*lines, *_listed(all_tables(found), page)])
+
+
+def advice(found: Report, page: Page) -> str:
+    lines = _all_jobs("Advice for", found, page)
+    if not found.jobs:
+        return "\n".join(lines)
+    failures = sum(loss.times for loss in found.causes if loss.name in FAILURES)
+    seen = f"{counted(failures, 'failure')}, {counted(len(found.jobs), 'job')}"
+    lines += page.fact("seen", f"{seen}, {hours(found.node_ms)} node-hours held")
+    lines += _listed(advice_tables(found), page)
+    notes = ["The same failures, met by another answer; ± is what chance may change."]
+    if any(one.snapshot_ms and one.net_ms is None for one in found.advice):
+        notes.append("--snapshot-cost=TIME adds what a snapshot costs, and the best interval.")
+    return "\n".join([*lines, "", *(line for note in notes for line in page.sentence(note))])
+
+
+def _all_jobs(title: str, found: Report, page: Page) -> list[str]:
+    since = duration(found.until_unix_ms - found.from_unix_ms)
+    none = [] if found.jobs else page.sentence("No job had a run in this time.")
+    return [page.line(bold(f"{title} the last {since}")), "", *none]

@@ -8,10 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from itertools import chain
 from typing import Any
 
 from rdzv.core.words import duration
-from rdzv.ctl.as_text_report import all_tables, cause_name, hours, notes, run_tables, share
+from rdzv.ctl.as_text_report import (
+    advice_tables,
+    all_tables,
+    cause_name,
+    hours,
+    notes,
+    run_tables,
+    share,
+)
 from rdzv.view.ledger import Interval, Ledger, LedgerPhase
 from rdzv.view.reports import Loss, Report
 
@@ -32,7 +41,7 @@ _WIDTH, _BAND = 1_000, 46
 _LEAST_WIDTH = 0.2
 """Intervals narrower than this are merged and drawn in the color of the longest one."""
 _TICKS = 5
-_WORDS = ("cause", "node", "job", "workers")
+_WORDS = ("cause", "node", "job", "workers", "change", "now", "verdict")
 """The titles of columns that hold text; all others hold numbers."""
 
 _STYLE = """
@@ -83,7 +92,7 @@ def report(found: Report) -> str:
         "<h2>Where the time went</h2>",
         _bars((phase, ms, COLOURS[phase]) for phase, ms in found.phases.items() if ms),
     ]
-    for title, columns, rows in all_tables(found):
+    for title, columns, rows in chain(all_tables(found), advice_tables(found)):
         body += [
             f"<h2>{title}</h2>",
             *_losses(rows),

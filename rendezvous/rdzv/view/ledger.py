@@ -82,8 +82,12 @@ class Interval:
     node or to several."""
     round: int | None
     """The round to which the interval belongs, or None between rounds."""
-    node_ms: int
-    """The sum of the times for which the job held each node."""
+    nodes: int
+    """The number of nodes that the job held all this time."""
+    seats: int
+    """The number of nodes in the round or, between rounds, in the next one, as far as known."""
+    steps: int = 0
+    """The new steps made in training, or the steps redone; 0 while a round's last is unknown."""
     way: str = ""
     """The way in which the round got its workers, as one of `Way`. Empty between rounds, or if
     unknown."""
@@ -91,6 +95,10 @@ class Interval:
     @property
     def ms(self) -> int:
         return self.until_unix_ms - self.from_unix_ms
+
+    @property
+    def node_ms(self) -> int:
+        return self.ms * self.nodes
 
 
 @struct(frozen=True)
@@ -154,17 +162,36 @@ def summed(intervals: Iterable[Interval], *, nodes: bool = False) -> dict[str, i
     return spent
 
 
-def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    found: dict[tuple[str, str], list[int]] = {}
+def gaps(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """Group the intervals without training by the round end, or the refusal, that each is due to.
+
+    The time before the first training is a group, too.
+    """
+    found: list[list[Interval]] = []
     before: Interval | None = None
     for one in intervals:
         if one.phase != LedgerPhase.TRAINING:
-            sums = found.setdefault((one.cause, one.node_id), [0, 0, 0])
-            sums[0] += _begins(one, before)
-            sums[1] += one.ms
-            sums[2] += one.node_ms
+            if _begins(one, before):
+                found.append([])
+            found[-1].append(one)
         before = one
-    listed = [Cost(cause, node, *sums) for (cause, node), sums in found.items()]
+    return found
+
+
+def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
+    found: dict[tuple[str, str], list[list[Interval]]] = {}
+    for gap in gaps(intervals):
+        found.setdefault((gap[0].cause, gap[0].node_id), []).append(gap)
+    listed = [
+        Cost(
+            cause=cause,
+            node_id=node_id,
+            times=len(parts),
+            ms=sum(one.ms for gap in parts for one in gap),
+            node_ms=sum(one.node_ms for gap in parts for one in gap),
+        )
+        for (cause, node_id), parts in found.items()
+    ]
     return tuple(sorted(listed, key=lambda cost: (-cost.node_ms, -cost.ms, cost.cause)))
 
 
@@ -279,7 +306,6 @@ class Book:
     _any_collectives: bool = False
     _trained: bool = False
     """Whether a finished round has made a step or, if none are reported, a collective."""
-    _steps_redone: int = 0
     _queued: bool = False
     _called_ms: int | None = None
     _vacant_ms: int = 0
@@ -288,8 +314,9 @@ class Book:
     _present: set[str] = field(default_factory=set)
     _unnamed: int = 0
     _held: list[tuple[int, int]] = field(default_factory=list)
-    """The times since `_until_ms` at which the number of held nodes changed, with the new numbers.
-    """
+    """The number of held nodes at `_until_ms`, and each later change, with their times."""
+    _seats: int = 0
+    """The number of nodes in the latest round or, once that is booked, in the next one."""
 
     def __post_init__(self) -> None:
         self._until_ms = self._now_ms = self._vacant_ms = self.began_ms
@@ -307,7 +334,7 @@ class Book:
             result=self.result,
             goodput=phases[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
             steps_reported=self._any_steps,
-            steps_redone=book._steps_redone,
+            steps_redone=sum(one.steps for one in book.booked if one.phase == LedgerPhase.REDOING),
             node_ms=sum(interval.node_ms for interval in book.booked),
             gpus_per_node=self._gpus,
             phases=phases,
@@ -365,6 +392,7 @@ class Book:
             case history.RoundAdopted():
                 self._close(now_ms)
                 self._round = _Round(event.round, now_ms, adopted=True)
+                self._seats = event.nodes
                 self._hold(now_ms, event.nodes)
             case history.RoundEnded() | history.RoundSettled():
                 self._end(event, now_ms)
@@ -390,6 +418,7 @@ class Book:
 
     def _complete(self, event: history.RoundCompleted, now_ms: int) -> None:
         self._book_round(now_ms)
+        self._seats = event.nodes
         self._book(now_ms - event.enough_ms, LedgerPhase.WAITING, self._cause)
         self._book(now_ms, LedgerPhase.FORMING, self._cause)
         self._called_ms, self._queued = None, False
@@ -428,7 +457,8 @@ class Book:
 
     def _hold(self, now_ms: int, at_least: int = 0) -> None:
         self._unnamed = max(self._unnamed, at_least - len(self._present))
-        self._held.append((now_ms, len(self._present) + self._unnamed))
+        if (nodes := len(self._present) + self._unnamed) != self._held[-1][1]:
+            self._held.append((now_ms, nodes))
 
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
         match event:
@@ -501,29 +531,24 @@ class Book:
         phase: LedgerPhase,
         cause: tuple[str, str] = ("", ""),
         of: _Round | None = None,
+        steps: int = 0,
     ) -> None:
-        """Book the unbooked time up to `until_ms`, but never beyond now."""
-        since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
-        if until_ms <= since_ms:
-            return
-        node_ms = self._spend_held(since_ms, until_ms)
-        number, way = (None, "") if of is None else (of.number, of.way)
-        one = Interval(since_ms, until_ms, phase.value, *cause, number, node_ms, way)
-        self.booked.append(one)
-        self._until_ms = until_ms
+        """Book the unbooked time up to `until_ms`, but never beyond now.
 
-    def _spend_held(self, since_ms: int, until_ms: int) -> int:
-        """Return the node time in an interval, and discard the changes before its end."""
-        node_ms, held, at_ms = 0, 0, since_ms
-        for changed_ms, number in self._held:
-            if changed_ms >= until_ms:
-                break
-            node_ms += max(changed_ms - at_ms, 0) * held
-            held, at_ms = number, max(changed_ms, at_ms)
-        node_ms += (until_ms - at_ms) * held
-        later = [one for one in self._held if one[0] >= until_ms]
-        self._held = [(until_ms, held), *later]
-        return node_ms
+        It becomes one interval, or several if the number of held nodes changes meanwhile.
+        """
+        until_ms = min(until_ms, self._now_ms)
+        number, way = (None, "") if of is None else (of.number, of.way)
+        while (since_ms := self._until_ms) < until_ms:
+            while len(self._held) > 1 and self._held[1][0] <= since_ms:
+                del self._held[0]
+            self._until_ms = min([until_ms, *(changed_ms for changed_ms, _ in self._held[1:2])])
+            span, nodes = (since_ms, self._until_ms), self._held[0][1]
+            made = round(steps * (self._until_ms - since_ms) / (until_ms - since_ms))
+            self.booked.append(
+                Interval(*span, phase.value, *cause, number, nodes, self._seats, made, way)
+            )
+            steps -= made
 
     def _close(self, until_ms: int) -> None:
         ended = self._round is None or self._round.ended_ms is not None
@@ -554,9 +579,13 @@ class Book:
             self._book(first_ms, phase, owed, round_)
         if round_.first is not None and not round_.adopted:
             self._book_redone(round_, min(broke_ms, ended_ms), owed)
-        self._book(broke_ms, LedgerPhase.TRAINING, of=round_)
         first = round_.first[1] if round_.first is not None else None
-        self._furthest = _further(self._furthest, round_.furthest, first)
+        furthest = _further(self._furthest, round_.furthest, first)
+        steps = 0
+        if first is not None and furthest is not None and round_.furthest is not None:
+            steps = furthest - (first - 1 if self._furthest is None else self._furthest)
+        self._book(broke_ms, LedgerPhase.TRAINING, of=round_, steps=steps)
+        self._furthest = furthest
         self._trained = self._trained or began_ms is not None or self._furthest is not None
         if round_.ended_ms is None and broke_ms >= ended_ms:
             return
@@ -571,9 +600,9 @@ class Book:
         if furthest is None or step > furthest:
             return
         reached = furthest if round_.redone_ms is not None else round_.furthest or step
-        self._steps_redone += max(min(reached, furthest) - step + 1, 0)
+        steps = max(min(reached, furthest) - step + 1, 0)
         redone_ms = broke_ms if round_.redone_ms is None else min(round_.redone_ms, broke_ms)
-        self._book(redone_ms, LedgerPhase.REDOING, owed, round_)
+        self._book(redone_ms, LedgerPhase.REDOING, owed, round_, steps)
 
 
 def _broke_ms(round_: _Round, ended_ms: int) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rdzv.structs import replace, struct
-from rdzv.view.answers import ENDED
-from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, summed
+from rdzv.view.advice import Change, best_first, lost_work, of_job, without_worst_node
+from rdzv.view.answers import ENDED, Event, JobSummary
+from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, ledgers_of, summed
 
 
 @struct(frozen=True)
@@ -52,6 +53,8 @@ class Report:
     causes: tuple[Loss, ...]
     nodes: tuple[Loss, ...]
     """The losses by node, for nodes to which a cause refers."""
+    advice: tuple[Change, ...]
+    """What changes would have saved, best first."""
 
 
 @struct(frozen=True)
@@ -62,37 +65,58 @@ class JobShare:
     phases: dict[str, int]
     costs: tuple[tuple[Cost, int | None], ...]
     """Each cost, with the number of GPUs per node in its run."""
+    changes: Sequence[Change]
+    lost_work: Sequence[tuple[str, int]]
+    """The work lost in each gap in training, with the node that its cause refers to."""
+    nodes: int
+    """The most nodes that it had at once."""
 
 
 def clipped(ledger: Ledger, from_ms: int) -> tuple[Interval, ...]:
-    """Return the intervals since `from_ms`, cutting an earlier start along with its node time."""
-    found = []
-    for one in ledger.intervals:
-        if one.until_unix_ms <= from_ms:
-            continue
-        if one.from_unix_ms < from_ms:
-            share = (one.until_unix_ms - from_ms) / one.ms
-            node_ms = round(one.node_ms * share)
-            found.append(replace(one, from_unix_ms=from_ms, node_ms=node_ms))
-        else:
-            found.append(one)
-    return tuple(found)
+    """Return the intervals since `from_ms`; one that began before is cut, and so are its steps."""
+    return tuple(
+        one
+        if one.from_unix_ms >= from_ms
+        else replace(
+            one,
+            from_unix_ms=from_ms,
+            steps=round(one.steps * (one.until_unix_ms - from_ms) / one.ms),
+        )
+        for one in ledger.intervals
+        if one.until_unix_ms > from_ms
+    )
 
 
-def ended_before(state: str, state_age_ms: int, since_ms: int) -> bool:
-    return state in ENDED and state_age_ms > since_ms
+def ended_before(job: JobSummary, since_ms: int) -> bool:
+    return job.state in ENDED and job.state_age_ms > since_ms
 
 
-def spent_by(rdzv_id: str, runs: Iterable[Ledger], from_ms: int) -> JobShare | None:
-    """Summarize the runs of one job since `from_ms`, or return None if it had no runs."""
+def spent(
+    job: JobSummary, past: Iterable[Event], from_ms: int, now_ms: int, snapshot_ms: int | None
+) -> JobShare | None:
+    """Like `spent_by`, from the job's history."""
+    return spent_by(job, ledgers_of(past, now_ms, job.state), from_ms, snapshot_ms)
+
+
+def spent_by(
+    job: JobSummary, runs: Iterable[Ledger], from_ms: int, snapshot_ms: int | None = None
+) -> JobShare | None:
+    """Summarize the runs of one job since `from_ms`, or return None if it had no runs.
+
+    `snapshot_ms` is the time for which a snapshot stops training, if known.
+    """
     found = [(run, clipped(run, from_ms)) for run in runs]
     found = [(run, intervals) for run, intervals in found if intervals]
     if not found:
         return None
+    every = [intervals for _, intervals in found]
     return JobShare(
-        line=_line(rdzv_id, found),
-        phases=summed(one for _, intervals in found for one in intervals),
+        line=_line(job.rdzv_id, found),
+        phases=summed(one for intervals in every for one in intervals),
         costs=tuple((cost, run.gpus_per_node) for run, its in found for cost in costs(its)),
+        changes=of_job(job, every, snapshot_ms),
+        lost_work=lost_work(every),
+        nodes=max(one.nodes for intervals in every for one in intervals),
     )
 
 
@@ -103,6 +127,8 @@ def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Repo
     phases = {p.value: sum(job.phases[p] for job in found) for p in LedgerPhase}
     node_ms = sum(line.node_ms for line in lines)
     trained_ms = node_ms - sum(line.lost_node_ms for line in lines)
+    lost = [work for job in found for work in job.lost_work]
+    worst = without_worst_node(lost, max((job.nodes for job in found), default=0))
     return Report(
         from_unix_ms=from_ms,
         until_unix_ms=until_ms,
@@ -112,6 +138,7 @@ def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Repo
         jobs=tuple(sorted(lines, key=lambda line: (-line.lost_node_ms, line.rdzv_id))),
         causes=_losses((cost.cause, cost, gpus) for cost, gpus in owed),
         nodes=_losses((cost.node_id, cost, gpus) for cost, gpus in owed if cost.node_id),
+        advice=best_first([*(change for job in found for change in job.changes), *worst]),
     )
 
 

@@ -37,6 +37,7 @@ const lossRow = (name, one, gpus) => [name, one.times, took(one.ms), hours(one.n
 export class ReportView {
   constructor() {
     this.since = h("select", { id: "since", onchange: () => this.read() }, Object.entries(SINCE).map(([value, text]) => h("option", { value, selected: text === "7 days" }, text)));
+    this.snapshot = h("input", { id: "snapshot", type: "number", min: 0.001, max: 86_400, step: "any", onchange: () => this.read() });
     this.share = h("p", { class: "reason" });
     this.said = h("p", { class: "dim", role: "status" });
     this.cards = h("div", { class: "cards" });
@@ -47,6 +48,7 @@ export class ReportView {
       this.share,
       this.said,
       this.cards,
+      h("p", { class: "dim" }, h("label", { for: "snapshot" }, "A snapshot stops training for (seconds, if you know it): "), this.snapshot),
     );
     this.read();
   }
@@ -66,7 +68,7 @@ export class ReportView {
     const reading = (this.reading = new AbortController());
     put(this.said, "Reading the history of all jobs.");
     try {
-      const answer = await requestReport(this.since.value, reading.signal);
+      const answer = await requestReport(this.since.value, Number(this.snapshot.value), reading.signal);
       const report = await answer.json();
       put(this.said, answer.ok ? `As of ${new Date(report.until_unix_ms).toLocaleTimeString([], { hour12: false })}.` : report.message);
       if (answer.ok) this.show(report);
@@ -81,12 +83,14 @@ export class ReportView {
     const spent = Object.values(report.phases).reduce((sum, ms) => sum + ms, 0);
     const gpus = report.jobs.some((job) => job.lost_gpu_ms);
     const heads = ["Times", "Time", "Node-hours", ...(gpus ? ["GPU-hours"] : [])];
+    const net = (one) => `${hours(one.net_ms)}${one.spread_ms ? ` ± ${hours(one.spread_ms)}` : ""}`;
     fillAnew(
       this.cards,
       table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one, gpus))),
       table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one, gpus))),
       table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
       table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", ...(gpus ? ["Lost GPU-hours"] : [])], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), ...(gpus ? [hours(job.lost_gpu_ms)] : [])])),
+      table("What changes would have saved, in node-hours", ["Change", "Job", "Now", "Saves", "Costs", "Net", "Verdict"], report.advice.map((one) => [one.change, one.rdzv_id, one.now, hours(one.saves_ms), hours(one.costs_ms), net(one), one.verdict])),
     );
   }
 }

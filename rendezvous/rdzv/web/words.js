@@ -31,7 +31,7 @@ export function itemLine(item, more) {
 export function hours(ms) {
   if (ms === null) return "–";
   const found = ms / 3_600_000;
-  return found < 100 ? found.toPrecision(3) : Math.round(found).toLocaleString("en");
+  return Math.abs(found) < 100 ? found.toPrecision(3) : Math.round(found).toLocaleString("en");
 }
 
 /** Describe how slow a straggler is. */

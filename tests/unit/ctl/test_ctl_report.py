@@ -11,7 +11,9 @@ from pathlib import Path
 
 import control_samples
 import pytest
+from failing_jobs import Policy, a_world, lived
 from fake_control import Capture, FakeControl
+from past_events import a_summary, an_event
 from stories import STORIES, told
 
 from rdzv.ctl import as_text_report, report_page
@@ -21,8 +23,10 @@ from rdzv.ctl.commands.history import servers_now_ms
 from rdzv.ctl.layout import Page
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
+from rdzv.transport.wire import write
+from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
-from rdzv.view.reports import report, spent_by
+from rdzv.view.reports import Report, report, spent, spent_by
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
 pytestmark = pytest.mark.slow
@@ -41,10 +45,25 @@ def texts() -> dict[str, str]:
     fails = of_table(FAILS_TWICE)
     before = replace(of_table("a drain costs the stop and the next start, and nothing to detect"))
     queued = of_table("a node that declines costs the wait for it, and the queue after it")
-    spent = [spent_by("night", [before, fails], 20_000), spent_by("eval", [queued], 20_000)]
-    all_jobs = report(spent, 20_000, 61_000)
+    every = [
+        spent_by(a_summary("night"), [before, fails], 20_000),
+        spent_by(a_summary("eval"), [queued], 20_000),
+    ]
+    all_jobs = report(every, 20_000, 61_000)
     nothing = report([], 0, 61_000)
+    world = a_world(4, failures=12, bad=6)
+    told = [an_event(kept, at_ms=at_ms) for at_ms, kept in lived(world, Policy(0, 500)).past]
+    failing = a_summary("night", world.least, world.most)
+
+    def advised(snapshot_ms: int | None) -> Report:
+        found = [spent_by(a_summary("eval"), [queued], 0)]
+        found += [spent(failing, told, 0, world.span_ms, snapshot_ms)]
+        return report(found, 0, world.span_ms)
+
     return {
+        "advice": as_text_report.advice(advised(2_000), PAGE),
+        "advice_unpriced": as_text_report.advice(advised(None), PAGE),
+        "no_advice": as_text_report.advice(nothing, PAGE),
         "fails_twice": as_text_report.ledger("night", fails, [before], PAGE),
         "no_steps": as_text_report.ledger("eval", queued, [], PAGE),
         "all": as_text_report.report(all_jobs, PAGE),
@@ -53,7 +72,10 @@ def texts() -> dict[str, str]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["fails_twice", "no_steps", "all", "none"])
+@pytest.mark.parametrize(
+    "name",
+    ["fails_twice", "no_steps", "all", "none", "advice", "advice_unpriced", "no_advice"],
+)
 def test_a_report_is_read_by_people(name: str, request: pytest.FixtureRequest) -> None:
     path = GOLDEN / f"{name}.txt"
     text = texts()[name] + "\n"
@@ -129,7 +151,7 @@ def test_the_page_needs_nothing_else() -> None:
     text = " ".join(read.text)
     assert "worker failure" in text
     assert "url(" not in text
-    both = [report_page.report(report([spent_by("night", [fails], 0)], 0, 61_000))]
+    both = [report_page.report(report([spent_by(a_summary("night"), [fails], 0)], 0, 61_000))]
     both.append(report_page.report(report([], 0, 1)))
     for page in both:
         assert _Reader(page).loads == []
@@ -228,10 +250,55 @@ def test_all_jobs(job: str, capsys: Capture, tmp_path: Path) -> None:
     assert "All jobs" in page.read_text()
 
 
-def test_the_command_line_says_what_it_needs(job: str, capsys: Capture) -> None:
-    assert run(["report", job, "--since", "1d"]) == 2
-    assert "give JOB or --since, not both" in capsys.readouterr().err
-    assert run(["report", "--run", "1"]) == 2
-    assert "--run needs a JOB" in capsys.readouterr().err
-    assert run(["report", "--since", "soon"]) == 1
-    assert "--since=soon is not a time; give one" in capsys.readouterr().err
+def test_advice_is_for_all_jobs_or_one(
+    control: FakeControl, server: str, capsys: Capture, tmp_path: Path
+) -> None:
+    for name in ("night", "eval"):
+        control.jobs[name] = control_samples.running()
+        control.jobs[name].rdzv_id = name
+    world = a_world(4, failures=9)
+    began_ms = round(time.time() * 1000) - world.span_ms
+    control.history = [
+        write(pb.Event(), an_event(kept, at_ms=began_ms + at_ms))
+        for at_ms, kept in lived(world, Policy(0, 500)).past
+    ]
+    assert run(["report", "--since", "20d", "--advice", "--snapshot-cost", "2s"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Advice for the last 20 d 0 h")
+    assert "18 failures, 2 jobs" in text
+    assert text.count("(Young/Daly)") == 2
+    assert run(["report", "night", "--since", "20d", "--advice", "-o", "json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {change["rdzv_id"] for change in document["advice"]} == {"night", ""}
+    assert {change["spares"] for change in document["advice"]} == {1, 2, 3, None}
+    page = tmp_path / "a.html"
+    assert run(["report", "night", "--since", "20d", "--advice", "--html", str(page)]) == 0
+    assert "What changes would have saved" in page.read_text()
+    assert run(["report", "nobody", "--advice"]) == 1
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_without_a_past_nothing_is_advised(job: str, control: FakeControl, capsys: Capture) -> None:
+    control.history = []
+    assert run(["report", "--advice"]) == 0
+    assert "No job had a run in this time." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        (["a", "--since", "1d"], 2, "give JOB or --since, not both"),
+        (["--run", "1"], 2, "--run needs a JOB"),
+        (["a", "--run", "1", "--advice"], 2, "--run needs a JOB, and no --advice"),
+        (["--since", "soon"], 1, "--since=soon is not a time; give one"),
+        (["--since", "30", "--advice"], 1, "--since=30 is not a time; give one"),
+        (["--snapshot-cost", "2s"], 2, "--snapshot-cost needs --advice"),
+        (["--advice", "--snapshot-cost", "2"], 1, "--snapshot-cost=2 is not a time; give one"),
+        (["--advice", "--snapshot-cost", "0s"], 1, "--snapshot-cost=0s is not a time; give one"),
+    ],
+)
+def test_the_command_line_says_what_it_needs(
+    arguments: list[str], code: int, why: str, job: str, capsys: Capture
+) -> None:
+    assert run(["report", *arguments]) == code
+    assert why in capsys.readouterr().err

@@ -154,7 +154,7 @@ TABLE: dict[str, tuple[Story, float, str]] = {
             (20, SUCCEEDED),
         ],
         99,
-        "0..5 training, 5..8 loading (nodes joined), 8..20 training",
+        "0..4 training, 4..5 training, 5..8 loading (nodes joined), 8..20 training",
     ),
     "steps count, and collectives before them do not": (
         [*GATHERED, (7, collective(0)), (10, first(0, 1)), (20, SUCCEEDED)],
@@ -313,7 +313,7 @@ TABLE: dict[str, tuple[Story, float, str]] = {
             (15, complete(0, "n1", "n2", enough_s=1)),
         ],
         16,
-        "0..10 queued, 10..14 waiting, 14..15 forming, 15..16 training",
+        "0..10 queued, 10..11 waiting, 11..14 waiting, 14..15 forming, 15..16 training",
     ),
     "nodes that are there without a name are there": (
         [
@@ -363,7 +363,7 @@ TABLE: dict[str, tuple[Story, float, str]] = {
             (60, history.NodesWithdrawn(2, ("n1", "n2"), "the job is queued again")),
         ],
         70,
-        "0..5 queued, 5..60 waiting, 60..70 queued",
+        "0..5 queued, 5..6 waiting, 6..60 waiting, 60..70 queued",
     ),
     "a join timeout was all waiting": (
         [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from past_events import a_summary
 
 from rdzv.structs import replace
 from rdzv.view.ledger import Ledger
@@ -13,7 +14,7 @@ from tests.unit.view.test_ledger import TABLE, ledger_of
 
 
 def report_of(ledgers: Mapping[str, Sequence[Ledger]], from_ms: int, until_ms: int) -> Report:
-    spent = (spent_by(rdzv_id, runs, from_ms) for rdzv_id, runs in ledgers.items())
+    spent = (spent_by(a_summary(rdzv_id), runs, from_ms) for rdzv_id, runs in ledgers.items())
     return report(spent, from_ms, until_ms)
 
 
@@ -68,6 +69,7 @@ def test_jobs_without_a_run_in_that_time_are_left_out() -> None:
 
 
 def test_which_jobs_need_not_be_read() -> None:
-    assert ended_before("failed", 8_000, 7_000)
-    assert not ended_before("failed", 6_000, 7_000)
-    assert not ended_before("running", 8_000, 7_000)
+    job = replace(a_summary("a"), state="failed", state_age_ms=8_000)
+    assert ended_before(job, 7_000)
+    assert not ended_before(job, 8_000)
+    assert not ended_before(replace(job, state="running"), 7_000)

@@ -113,15 +113,23 @@ def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
 @cli.job_argument(required=False)
 @click.option("--run", "number", type=click.IntRange(min=1, max=2**32 - 1), metavar="N", help="""
     Run N of JOB; default: its last one.""")  # fmt: skip
-@click.option(
-    "--since",
-    metavar="TIME",
-    help=f"Without JOB: how far back to look, such as 12h; default: {_SINCE}.",
-)
+@click.option("--since", metavar="TIME", help=f"""
+    Without JOB, or with --advice: how far back to look, such as 12h; default:
+    {_SINCE}.""")  # fmt: skip
+@click.option("--advice", is_flag=True, help="""
+    Show what other spares, snapshot intervals and nodes would have saved.""")  # fmt: skip
+@click.option("--snapshot-cost", "snapshot", metavar="TIME", help="""
+    With --advice: how long a snapshot stops training, such as 800ms.""")  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="""
     Write an HTML page with plots instead.""")  # fmt: skip
 def report_command(
-    job: str | None, number: int | None, since: str | None, html: Path | None, output: str
+    job: str | None,
+    number: int | None,
+    since: str | None,
+    advice: bool,
+    snapshot: str | None,
+    html: Path | None,
+    output: str,
 ) -> str:
     """Show how JOB spent its time, and what its failures cost.
 
@@ -130,22 +138,26 @@ def report_command(
     training, redoing lost steps, detecting a failure, or stopping. Goodput is the share spent
     training.
     """
-    if job is not None and since is not None:
-        raise click.UsageError("give JOB or --since, not both")
-    if job is None and number is not None:
-        raise click.UsageError("--run needs a JOB")
+    if job is not None and since is not None and not advice:
+        raise click.UsageError("give JOB or --since, not both, unless with --advice")
+    if number is not None and (job is None or advice):
+        raise click.UsageError("--run needs a JOB, and no --advice")
+    if snapshot is not None and not advice:
+        raise click.UsageError("--snapshot-cost needs --advice")
     from rdzv.ctl import as_text_report, report_page
     from rdzv.view.ledger import chosen, ledgers_of, run_numbers
 
     since_ms = cli.parse_duration("--since", since or _SINCE)
+    snapshot_ms = cli.parse_duration("--snapshot-cost", snapshot) if snapshot is not None else None
     now_ms = round(time.time() * 1000)
     with cli.opened_client() as client:
-        if job is None:
-            found = _all(client, since_ms, now_ms)
+        if job is None or advice:
+            found = _all(client, job, since_ms, now_ms, snapshot_ms)
             if html is not None:
                 write_text(html, report_page.report(found))
                 return f"{html} has the report; open it in a browser"
-            return cli.answer(output, found, lambda page: as_text_report.report(found, page))
+            text = as_text_report.advice if advice else as_text_report.report
+            return cli.answer(output, found, lambda page: text(found, page))
         status, past = client.status(job), whole_history(client, job)
         runs = ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
         run = chosen(job, runs, number)
@@ -168,19 +180,21 @@ def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int
     return own_ms
 
 
-def _all(client: ControlClient, since_ms: int, now_ms: int) -> Report:
-    """Sum up all jobs, except those deleted in the meantime."""
-    from rdzv.view.ledger import ledgers_of
-    from rdzv.view.reports import ended_before, report, spent_by
+def _all(
+    client: ControlClient, job: str | None, since_ms: int, now_ms: int, snapshot_ms: int | None
+) -> Report:
+    """Sum up one job or all jobs, except those deleted in the meantime."""
+    from rdzv.view.reports import ended_before, report, spent
 
-    spent = []
-    for job in client.jobs():
-        if ended_before(job.state, job.state_age_ms, since_ms):
+    if job is not None:
+        client.status(job)  # It says what is wrong with the name.
+    found, from_ms = [], now_ms - since_ms
+    for one in client.jobs():
+        if job not in (None, one.rdzv_id) or ended_before(one, since_ms):
             continue
         try:
-            history = whole_history(client, job.rdzv_id)
+            history = whole_history(client, one.rdzv_id)
         except UnknownJobError:
             continue
-        runs = ledgers_of(history, now_ms, job.state)
-        spent.append(spent_by(job.rdzv_id, runs, now_ms - since_ms))
-    return report(spent, now_ms - since_ms, now_ms)
+        found.append(spent(one, history, from_ms, now_ms, snapshot_ms))
+    return report(found, from_ms, now_ms)

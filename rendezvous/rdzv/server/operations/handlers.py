@@ -160,19 +160,14 @@ async def get_report(server: Server, request: Any) -> reports.Report:
     since_ms, now_ms = request.hours * 3_600_000, server.clock.now_ms()
     from_ms, spent = now_ms - since_ms, list[reports.JobShare | None]()
     for job in (await list_jobs(server, request)).jobs:
-        if reports.ended_before(job.state, job.state_age_ms, since_ms):
+        if reports.ended_before(job, since_ms):
             continue
         with contextlib.suppress(UnknownJobError):
             rows = await server.history(job.rdzv_id, HISTORY_ROWS)
-            spent.append(await asyncio.to_thread(_spent, job, rows, from_ms, now_ms))
+            past, when = map(answers.event_in, rows), (from_ms, now_ms)
+            summary = asyncio.to_thread(reports.spent, job, past, *when, request.snapshot_ms)
+            spent.append(await summary)
     return reports.report(spent, from_ms, now_ms)
-
-
-def _spent(
-    job: answers.JobSummary, rows: Iterable[Record], from_ms: int, now_ms: int
-) -> reports.JobShare | None:
-    runs = ledgers_of(map(answers.event_in, rows), now_ms, job.state)
-    return reports.spent_by(job.rdzv_id, runs, from_ms)
 
 
 # ------------------------------------------------------------------------------------ workers
