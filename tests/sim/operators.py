@@ -106,14 +106,14 @@ class Operators:
         name = chance.choice(list(self.world.specs))
         self._ask(
             "cordon",
-            lambda driver: driver.nodes.cordon(name, "it is slow"),
+            lambda driver: driver.fleet.cordon(name, "it is slow"),
             done=partial(self._promised, name),
             of=name,
         )
 
     def uncordons(self, chance: Random) -> None:
         name = chance.choice(list(self.world.specs))
-        self._lift("uncordon", name, lambda driver: driver.nodes.uncordon(name))
+        self._lift("uncordon", name, lambda driver: driver.fleet.uncordon(name))
 
     def _promised(self, name: str) -> None:
         """Record a server's promise, unless the contrary was requested meanwhile."""
@@ -136,7 +136,7 @@ class Operators:
         deadline_ms = chance.choice((0, 100, 2_000, 20_000, 300_000))
         self._ask(
             "drain",
-            lambda driver: driver.nodes.drain(name, deadline_ms, "by ada", force=True),
+            lambda driver: driver.fleet.drain(name, deadline_ms, "by ada", force=True),
             done=partial(self._promised, name),
             of=name,
         )
@@ -145,7 +145,7 @@ class Operators:
         self._undrain(chance.choice(list(self.world.specs)))
 
     def _undrain(self, name: str) -> None:
-        self._lift("undrain", name, lambda driver: driver.nodes.undrain(name))
+        self._lift("undrain", name, lambda driver: driver.fleet.undrain(name))
 
     def preempts(self, chance: Random) -> None:
         """Notify a node that it is about to be preempted, which soon happens."""

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rdzv.core.commands import Command, Join, Resume
 from rdzv.core.evidence.progress_lag import RankProgress
@@ -19,11 +19,12 @@ from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.messages import Announcement, Belief, Hello, Report
 from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.driver import Driver
+from rdzv.server.operations.node_operations import known_nodes, shown_nodes
 from rdzv.server.sessions.streams import Stream
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
-from rdzv.view.answers import JobStatus, JobSummary
+from rdzv.view.answers import JobStatus, JobSummary, Node
 from tests.support.settings import rdzvd_settings
 
 A = TypeVar("A", bound=Announcement)
@@ -178,6 +179,16 @@ class Server:
 
     async def status(self, rdzv_id: str = "job-7") -> JobStatus:
         return await self.driver.operations.status(rdzv_id)
+
+    def nodes(self, *node_ids: str) -> list[Node]:
+        return shown_nodes(self.driver, node_ids or sorted(known_nodes(self.driver)))
+
+    def node(self, node_id: str) -> Node:
+        return self.nodes(node_id)[0]
+
+    async def change_node(self, change: str, node_id: str, *given: Any, **more: Any) -> Node:
+        await getattr(self.driver.fleet, change)(node_id, *given, **more)
+        return self.node(node_id)
 
     async def states(self, rdzv_id: str = "job-7") -> dict[str, NodeState]:
         return {n.node_id: n.state for n in (await self.status(rdzv_id)).nodes}

@@ -3,7 +3,7 @@
 It holds the state that the pure cores do not hold, and makes no decisions. Each part is given the
 `Driver`, and reaches the others through it. `Engine.submit` takes each command to a job through
 *decide, persist, publish*, and calls `Driver.publish` for the last of these. Nodes enter through
-`connections`, `recovery`, `commands` and `reports`, operators through `operations` and `nodes`.
+`connections`, `recovery`, `commands` and `reports`, operators through `operations` and `fleet`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rdzv.server.engine.jobs import Job, Jobs, Step
 from rdzv.server.engine.store_access import StoreAccess
 from rdzv.server.engine.watchers import Watchers
 from rdzv.server.operations.job_operations import JobOperations
-from rdzv.server.operations.node_operations import NodeOperations
 from rdzv.server.scheduling.fleet import Fleet
 from rdzv.server.scheduling.placing import Placer
 from rdzv.server.scheduling.quarantine import Quarantine
@@ -81,7 +80,7 @@ class Driver:
         self.tokens = TokenStore(
             self.store, clock, tasks, self.streams.close_opened_with, auth=config.authenticates
         )
-        self.operations, self.nodes = JobOperations(self), NodeOperations(self)
+        self.operations = JobOperations(self)
 
     @classmethod
     @asynccontextmanager

@@ -625,10 +625,10 @@ async def test_what_an_operator_says_of_a_node_is_pushed() -> None:
         await s.pair()
         async with s.stream() as events:
             await events.first()
-            await s.driver.nodes.cordon("n1", "its fan is loud")
+            await s.driver.fleet.cordon("n1", "its fan is loud")
             (node,) = (await events.until("nodes"))["nodes"]
             assert (node["node_id"], node["cordon_reason"]) == ("n1", "its fan is loud")
-            await s.driver.nodes.uncordon("n1")
+            await s.driver.fleet.uncordon("n1")
             (node,) = (await events.until("nodes"))["nodes"]
             assert not node["cordoned"]
 

@@ -439,7 +439,7 @@ async def test_a_store_that_nobody_writes_to_is_found_to_be_back() -> None:
         await s.pair()
         store.full = True
         with pytest.raises(errors.StoreRefusedError):
-            await s.driver.nodes.cordon("n1", "a fan is broken")
+            await s.driver.fleet.cordon("n1", "a fan is broken")
         await s.clock.advance(5_000)
         assert "disk full" in s.driver.trouble
         store.full = False

@@ -166,7 +166,7 @@ async def submitted_jobs(s: Scraped) -> None:
     gpus = tuple(Gpu(f"u{number}", "H100", 1) for number in range(4))
     for node_id in ("g1", "g2"):
         await s.connect(node_id, resources=NodeResources(gpus=gpus, capacity=2))
-    await s.driver.nodes.cordon("g2", "its fan is loud")
+    await s.driver.fleet.cordon("g2", "its fan is loud")
     spec = model.JobSpec(("train.py",), local_world_size=3)
     for rdzv_id, nodes in (("eval", 1), ("later", 2)):
         await s.driver.engine.submit(
@@ -221,11 +221,11 @@ async def test_nodes_that_leave_are_counted_by_whether_something_is_left_on_them
             return tuple(told[name] for name in states)  # type: ignore[return-value]
 
         assert await counted() == (0, 0)
-        await s.driver.nodes.drain("g2", 60_000, "its fan is loud", force=True)
+        await s.driver.fleet.drain("g2", 60_000, "its fan is loud", force=True)
         assert await counted() == (0, 1), "nothing is on it"
-        await s.driver.nodes.drain("n1", 60_000, "so is its own", force=True)
+        await s.driver.fleet.drain("n1", 60_000, "so is its own", force=True)
         assert await counted() == (1, 1), "it has a seat"
-        await s.driver.nodes.undrain("g2")
+        await s.driver.fleet.undrain("g2")
         assert await counted() == (1, 0)
 
 
@@ -300,9 +300,6 @@ async def test_no_label_is_called_job() -> None:
     }
 
 
-ROOM = ("gpus", "places", "barred", "drains")
-
-
 def leading(*states: model.State) -> Any:
     """A server that leads, with these jobs and nothing else."""
     rounds = SimpleNamespace(progress=lambda _: (), stragglers=lambda _: ())
@@ -315,7 +312,8 @@ def leading(*states: model.State) -> Any:
         streams=SimpleNamespace(open={}),
         operations=SimpleNamespace(watching=0),
         store=SimpleNamespace(away_ms=0),
-        nodes=SimpleNamespace(room=lambda: {key: {} for key in ROOM}),
+        fleet=SimpleNamespace(drains=dict, hosts=lambda _: (), ordered=()),
+        quarantine=SimpleNamespace(nodes=()),
         diagnosis=SimpleNamespace(rounds=rounds, snapshots=snapshots),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from rdzv import errors, messages
@@ -285,7 +287,8 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
-        shown = await s.driver.nodes.cordon("n1", "fan")
+        await s.driver.fleet.cordon("n1", "fan")
+        shown = s.node("n1")
         assert (shown.cordoned, shown.cordon_reason, shown.state) == (True, "fan", "connected")
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         assert await reason(s, "job-7") == (
@@ -293,17 +296,17 @@ async def test_a_cordoned_node_gets_nothing_more_and_stays_so() -> None:
             "n1 (cordoned): fan; `rdzvctl uncordon` lifts that"
         )
     async with server(store, clock) as s:
-        assert [(n.node_id, n.state) for n in s.driver.nodes.summaries()] == [("n1", "gone")]
+        assert [(n.node_id, n.state) for n in s.nodes()] == [("n1", "gone")]
         # It need not be there to be cordoned or uncordoned.
-        assert not (await s.driver.nodes.uncordon("n1")).cordoned
-        assert s.driver.nodes.summaries() == []
+        assert not (await s.change_node("uncordon", "n1")).cordoned
+        assert s.nodes() == []
     await store.swap_document("nodes", b'{"cordons":{"n1":{"reason":"fan","at_ms":5}}}', 2)
     async with server(store, clock) as s:
         (n1,) = await daemons(s, "n1")
         assert placements(n1) == []
         with pytest.raises(errors.UnknownNodeError, match=r"no node n9 .*`rdzvctl nodes`"):
-            await s.driver.nodes.cordon("n9", "")
-        await s.driver.nodes.uncordon("n1")
+            await s.driver.fleet.cordon("n9", "")
+        await s.driver.fleet.uncordon("n1")
         await s.clock.advance(QUIET_MS)
         assert placements(n1) == [messages.Placed("job-7", "sub-1", SPEC)]
 
@@ -317,8 +320,8 @@ async def test_what_was_not_stored_is_not_cordoned() -> None:
     async with server(Full()) as s:
         await daemons(s, "n1")
         with pytest.raises(errors.RendezvousConnectionError, match="the disk is full"):
-            await s.driver.nodes.cordon("n1", "fan")
-        assert not s.driver.nodes.summaries()[0].cordoned
+            await s.driver.fleet.cordon("n1", "fan")
+        assert not s.nodes()[0].cordoned
 
 
 @pytest.mark.quick
@@ -354,7 +357,8 @@ async def running_pair(s: Server, nodes: tuple[int, int] = (2, 2)) -> list[Strea
 async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -> None:
     async with server() as s:
         n1, n2, n3 = await running_pair(s)
-        shown = await s.driver.nodes.drain("n1", 60_000, "by ada: new kernel", force=True)
+        await s.driver.fleet.drain("n1", 60_000, "by ada: new kernel", force=True)
+        shown = s.node("n1")
         (told,) = drains(n1)
         assert told == messages.DrainNode(60_000, "drained by ada: new kernel", told.number)  # type: ignore[union-attr]
         assert (shown.drain, shown.drain_left_ms, shown.cordoned) == ("draining", 60_000, True)
@@ -380,7 +384,7 @@ async def test_a_drained_node_is_told_and_another_is_placed_before_it_leaves() -
         await s.hear(n2, again)
         line = next(told for told in read(n3) if isinstance(told, model.Assignment))
         assert (line.round, line.group_rank, line.restarts) == (1, 0, 0)
-        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        assert s.node("n1").drain == "drained"
         texts = [event_in(row).text for row in await s.driver.operations.history("job-7", 99)]
         assert "n1 leaves within 1 min 0 s: drained by ada: new kernel" in texts
 
@@ -389,7 +393,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         await daemons(s, "n1")
-        await s.driver.nodes.drain("n1", 60_000, "fan", force=True)
+        await s.driver.fleet.drain("n1", 60_000, "fan", force=True)
         number = clock.now_ms()
     await clock.advance(10_000)
     async with server(store, clock) as s:
@@ -403,7 +407,7 @@ async def test_a_drain_outlives_the_server_and_is_told_again_with_what_is_left()
         assert placements(n1) == []
         assert "n1 (drained): fan" in await reason(s, "job-7")
         # It is told that it may stay, and gets jobs again.
-        assert (await s.driver.nodes.undrain("n1")).drain is None
+        assert (await s.change_node("undrain", "n1")).drain is None
         await s.clock.advance(QUIET_MS)
         assert [type(told) for told in read(n1)] == [messages.UndrainNode, messages.Placed]
 
@@ -421,17 +425,17 @@ async def test_who_was_away_when_its_drain_was_lifted_hears_that_it_may_stay() -
 async def test_a_second_drain_has_another_deadline_and_a_cordon_lifts_none() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1")
-        await s.driver.nodes.drain("n1", 60_000, "fan", force=True)
+        await s.driver.fleet.drain("n1", 60_000, "fan", force=True)
         await s.clock.advance(1_000)
-        await s.driver.nodes.drain("n1", 5_000, "fire", force=True)
+        await s.driver.fleet.drain("n1", 5_000, "fire", force=True)
         first, second = drains(n1)
         assert isinstance(first, messages.DrainNode)
         assert isinstance(second, messages.DrainNode)
         assert (second.left_ms, second.reason) == (5_000, "drained: fire")
         assert first.number != second.number
-        assert (await s.driver.nodes.cordon("n1", "loud")).drain_reason == "fire"
+        assert (await s.change_node("cordon", "n1", "loud")).drain_reason == "fire"
         assert drains(n1) == []
-        assert not (await s.driver.nodes.uncordon("n1")).cordoned
+        assert not (await s.change_node("uncordon", "n1")).cordoned
         assert drains(n1) == [messages.UndrainNode()]
 
 
@@ -440,8 +444,8 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
     store, clock = MemoryStore(), FakeClock()
     async with server(store, clock) as s:
         (n1, n2) = await daemons(s, "n1", "n2")
-        drain = s.driver.nodes.drain
-        assert not (await s.driver.nodes.cordon("n1", "fan")).cordoned_besides
+        drain = partial(s.change_node, "drain")
+        assert not (await s.change_node("cordon", "n1", "fan")).cordoned_besides
         await clock.advance(7_000)
         shown = await drain("n1", 60_000, "roll")
         assert (shown.cordon_age_ms, shown.drain_age_ms) == (7_000, 0)
@@ -449,12 +453,13 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
         assert shown.cordoned_besides
         await drain("n1", 5_000, "roll, sooner")
         assert not (await drain("n2", 60_000, "roll")).cordoned_besides
-        assert (await s.driver.nodes.cordon("n2", "disk")).cordoned_besides
+        assert (await s.change_node("cordon", "n2", "disk")).cordoned_besides
     async with server(store, clock) as s:
         (n1, n2) = await daemons(s, "n1", "n2")
         for node, why in ((n1, "fan"), (n2, "disk")):
             for _ in range(2):
-                shown = await s.driver.nodes.undrain(node.node_id)
+                await s.driver.fleet.undrain(node.node_id)
+                shown = s.node(node.node_id)
                 assert (shown.drain, shown.cordoned, shown.cordon_reason) == (None, True, why)
                 assert not shown.cordoned_besides
             assert drains(node)[-1] == messages.UndrainNode()
@@ -462,11 +467,25 @@ async def test_a_drain_leaves_the_cordon_of_its_node_alone() -> None:
         await s.clock.advance(QUIET_MS)
         assert "n1 (cordoned): fan; `rdzvctl uncordon` lifts that; n2" in await reason(s, "job-7")
         # What is uncordoned as well is in service again.
-        assert not (await s.driver.nodes.undrain("n1", cordon=True)).cordoned
-        await s.driver.nodes.drain("n1", 5_000, "roll", force=True)
-        assert not (await s.driver.nodes.undrain("n1")).cordoned
-        await s.driver.nodes.drain("n2", 5_000, "roll", force=True)
-        assert not (await s.driver.nodes.uncordon("n2")).cordoned
+        assert not (await s.change_node("undrain", "n1", cordon=True)).cordoned
+        await s.driver.fleet.drain("n1", 5_000, "roll", force=True)
+        assert not (await s.change_node("undrain", "n1")).cordoned
+        await s.driver.fleet.drain("n2", 5_000, "roll", force=True)
+        assert not (await s.change_node("uncordon", "n2")).cordoned
+
+
+async def test_who_watches_a_job_sees_at_once_that_one_of_its_nodes_is_to_leave() -> None:
+    async with server() as s:
+        n1, *_ = await running_pair(s)
+        told = list[str | None]()
+        with s.driver.watchers.followed_by(told.append):
+            await s.driver.fleet.drain("n1", 5_000, "fan", force=True)
+            assert told.count("job-7") == 1
+            await s.driver.fleet.undrain("n1")
+            assert told.count("job-7") == 2
+            told.clear()
+            s.report(n1, messages.Draining(30_000, "preempted", 0, own=True))
+            assert told == ["job-7"]
 
 
 async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() -> None:
@@ -476,7 +495,7 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         await s.clock.advance(QUIET_MS)
         assert isinstance(placements(n3)[0], messages.Placed)
         assert "n1 (about to leave): preempted; it leaves in 30 s" in await reason(s, "job-7")
-        shown = s.driver.nodes.summaries(["n1"])[0]
+        shown = s.node("n1")
         assert (shown.drain, shown.drained_by_operator, shown.cordoned) == (
             "draining",
             False,
@@ -487,11 +506,11 @@ async def test_a_node_that_wishes_to_leave_gets_nothing_more_until_it_is_gone() 
         assert age_ms is not None
         await s.clock.advance(5_000)
         s.driver.fleet.note_draining("n1", messages.Draining(25_000, "preempted", 0, own=True))
-        assert s.driver.nodes.summaries(["n1"])[0].drain_age_ms == age_ms + 5_000
+        assert s.node("n1").drain_age_ms == age_ms + 5_000
         # Another instance of its agent does not wish to leave any more.
         s.driver.connections.detach(n1)
         await s.connect("n1", instance="two", resources=HAS)
-        assert s.driver.nodes.summaries(["n1"])[0].drain is None
+        assert s.node("n1").drain is None
 
 
 async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() -> None:
@@ -499,8 +518,8 @@ async def test_of_a_drain_and_the_nodes_own_wish_the_server_shows_the_earlier() 
         n1, n2 = await daemons(s, "n1", "n2")
         for node, left_ms in ((n1, 30_000), (n2, 90_000)):
             s.report(node, messages.Draining(left_ms, "preempted", 0, own=True))
-            await s.driver.nodes.drain(node.node_id, 60_000, "fan", force=True)
-        shown = s.driver.nodes.summaries(["n1", "n2"])
+            await s.driver.fleet.drain(node.node_id, 60_000, "fan", force=True)
+        shown = s.nodes("n1", "n2")
         assert [(node.drain_reason, node.drain_left_ms) for node in shown] == [
             ("preempted", 30_000),
             ("fan", 60_000),
@@ -513,7 +532,7 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
         await s.driver.operations.submit_job("job-7", submission(nodes=(1, 1)))
         (placed,) = placements(n1)
         assert isinstance(placed, messages.Placed)
-        await s.driver.nodes.drain("n1", 60_000, "by ada", force=True)
+        await s.driver.fleet.drain("n1", 60_000, "by ada", force=True)
         await s.clock.advance(QUIET_MS)
         (taken,) = placements(n1)
         assert taken == messages.Withdrawn("job-7", "sub-1", "n1: by ada")
@@ -523,7 +542,7 @@ async def test_where_it_has_not_joined_yet_a_placement_is_taken_back() -> None:
 async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
     async with server() as s:
         _, _, n3 = await running_pair(s)
-        assert (await s.driver.nodes.drain("n3", 1_000, "roll")).drain == "drained"
+        assert (await s.change_node("drain", "n3", 1_000, "roll")).drain == "drained"
         with pytest.raises(
             errors.TooFewNodesError,
             match=(
@@ -531,23 +550,23 @@ async def test_a_roll_waits_until_each_job_can_do_without_the_node() -> None:
                 r"stops until others are free$"
             ),
         ):
-            await s.driver.nodes.drain("n1", 1_000, "roll")
-        assert s.driver.nodes.summaries(["n1"])[0].drain is None
-        await s.driver.nodes.undrain("n3")
+            await s.driver.fleet.drain("n1", 1_000, "roll")
+        assert s.node("n1").drain is None
+        await s.driver.fleet.undrain("n3")
         read(n3)
         # n3 would be placed for it.
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
+        assert (await s.change_node("drain", "n1", 1_000, "roll")).drain == "draining"
         # And it is, for n1: there is none for n2.
         with pytest.raises(errors.TooFewNodesError):
-            await s.driver.nodes.drain("n2", 1_000, "roll")
+            await s.driver.fleet.drain("n2", 1_000, "roll")
 
 
 async def test_a_cordoned_node_is_none_that_a_roll_could_count_on() -> None:
     async with server() as s:
         await running_pair(s)
-        await s.driver.nodes.cordon("n3", "broken fan")
+        await s.driver.fleet.cordon("n3", "broken fan")
         with pytest.raises(errors.TooFewNodesError, match="and 0 others free for it"):
-            await s.driver.nodes.drain("n1", 1_000, "roll")
+            await s.driver.fleet.drain("n1", 1_000, "roll")
 
 
 async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
@@ -560,10 +579,10 @@ async def test_a_node_that_is_away_is_none_that_a_roll_could_count_on() -> None:
         with pytest.raises(
             errors.TooFewNodesError, match="would have 1 of the 2 nodes that it needs"
         ):
-            await s.driver.nodes.drain("n1", 1_000, "roll")
+            await s.driver.fleet.drain("n1", 1_000, "roll")
         assert drains(n1) == []
         await s.join(await s.connect("n4"))
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
+        assert (await s.change_node("drain", "n1", 1_000, "roll")).drain == "draining"
         assert len(drains(n1)) == 1
 
 
@@ -575,10 +594,10 @@ async def test_a_job_of_rdzvrun_is_kept_at_its_min_as_well() -> None:
             "^job-7 would have 1 of the 2 nodes that it needs: it stops, and ends unless others "
         )
         with pytest.raises(errors.TooFewNodesError, match=short):
-            await s.driver.nodes.drain("n1", 1_000, "roll")
+            await s.driver.fleet.drain("n1", 1_000, "roll")
         n3 = await s.connect("n3")
         await s.join(n3)
-        assert (await s.driver.nodes.drain("n1", 1_000, "roll")).drain == "draining"
+        assert (await s.change_node("drain", "n1", 1_000, "roll")).drain == "draining"
         assert len(drains(n1)) == 1
         assert drains(n2) == []
 
@@ -592,10 +611,10 @@ async def test_what_was_not_stored_is_not_drained() -> None:
     async with server(Full()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(errors.RendezvousConnectionError, match="the disk is full"):
-            await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
+            await s.driver.fleet.drain("n1", 1_000, "fan", force=True)
         assert drains(n1) == []
         with pytest.raises(errors.UnknownNodeError, match="no node n9"):
-            await s.driver.nodes.drain("n9", 1_000, "fan", force=True)
+            await s.driver.fleet.drain("n9", 1_000, "fan", force=True)
 
 
 @pytest.mark.quick
@@ -608,9 +627,9 @@ async def test_what_was_stored_after_all_is_told() -> None:
     async with server(Unsure()) as s:
         (n1,) = await daemons(s, "n1")
         with pytest.raises(errors.RendezvousConnectionError, match="no answer"):
-            await s.driver.nodes.drain("n1", 1_000, "fan", force=True)
+            await s.driver.fleet.drain("n1", 1_000, "fan", force=True)
         assert [type(told) for told in drains(n1)] == [messages.DrainNode]
-        assert s.driver.nodes.summaries(["n1"])[0].drain == "drained"
+        assert s.node("n1").drain == "drained"
 
 
 async def test_while_the_store_is_away_nothing_is_placed() -> None:
@@ -761,7 +780,7 @@ async def test_nodes_are_shown_with_their_jobs() -> None:
         await s.driver.operations.submit_job("job-7", submission())
         await take_up(s, n1, placements(n1)[0])
         await s.driver.reports.note_holdings(n3, (messages.Holding("old", "r", 1),))
-        shown = {n.node_id: n for n in s.driver.nodes.summaries()}
+        shown = {n.node_id: n for n in s.nodes()}
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n1"].jobs] == [("job-7", 1, "waiting")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n2"].jobs] == [("job-7", 1, "placed")]
         assert [(j.rdzv_id, j.gpus, j.state) for j in shown["n3"].jobs] == [("old", 1, "holding")]
@@ -787,7 +806,7 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
             "1 node; n1 (unhealthy): disk /data has 1 % free; it counts once its checks pass"
         )
         await s.clock.advance(500)
-        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.driver.nodes.summaries()}
+        shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.nodes()}
         assert shown == {"n1": ("disk /data has 1 % free", 500), "n2": (None, None)}
         s.report(n1, messages.Health())
         await s.clock.advance(QUIET_MS)
@@ -801,7 +820,7 @@ async def test_what_is_wrong_is_heard_in_the_hello_too_and_since_when_is_kept() 
         assert "n1 (unhealthy): disk /data has 1 % free" in await reason(s, "job-7")
         s.driver.connections.detach(n1)
         await daemons(s, "n1", health=messages.Health(FULL))
-        (shown,) = s.driver.nodes.summaries()
+        (shown,) = s.nodes()
         assert shown.unhealthy_age_ms >= 2 * QUIET_MS
         await daemons(s, "n1")
         await s.clock.advance(QUIET_MS)
@@ -839,7 +858,7 @@ async def test_who_has_a_seat_declines_nothing_for_now() -> None:
 async def test_an_operator_has_a_node_look_again() -> None:
     async with server() as s:
         (n1,) = await daemons(s, "n1", health=messages.Health(FULL))
-        await s.driver.nodes.uncordon("n1")
+        await s.driver.fleet.uncordon("n1")
         assert messages.LookAgain() in read(n1)
 
 

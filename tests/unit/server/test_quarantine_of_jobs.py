@@ -110,11 +110,11 @@ async def fails(
 
 
 async def shown(s: Server, node_id: str) -> Node:
-    return next(node for node in s.driver.nodes.summaries() if node.node_id == node_id)
+    return next(node for node in s.nodes() if node.node_id == node_id)
 
 
 async def quarantined(s: Server) -> list[str]:
-    return [node.node_id for node in s.driver.nodes.summaries() if node.quarantine]
+    return [node.node_id for node in s.nodes() if node.quarantine]
 
 
 @pytest.mark.quick
@@ -238,7 +238,7 @@ async def test_an_operator_lifts_it() -> None:
         await training(s, (n1, n2))
         await fails(s, n2, [n1])
         assert await quarantined(s) == ["n2"]
-        summary = await s.driver.nodes.uncordon("n2")
+        summary = await s.change_node("uncordon", "n2")
         assert not summary.quarantine
         read(n2)
         await s.clock.advance(QUIET_MS)
@@ -247,7 +247,7 @@ async def test_an_operator_lifts_it() -> None:
         await join(s, n2)
         assert lines(n2)
         with pytest.raises(UnknownNodeError):
-            await s.driver.nodes.uncordon("n9")
+            await s.driver.fleet.uncordon("n9")
 
 
 async def test_it_ends_with_its_time() -> None:

@@ -27,6 +27,7 @@ from rdzv.errors import InvalidRequestError, UnknownJobError, UnknownNodeError
 from rdzv.messages import LogsWanted
 from rdzv.runtime.clock import Clock
 from rdzv.server.operations.job_operations import summary_of
+from rdzv.server.operations.node_operations import known_nodes, shown_nodes
 from rdzv.server.security import callers
 from rdzv.server.security.roles import AUDIT, note_change, signed
 from rdzv.stores.base import HISTORY_ROWS, Record
@@ -107,7 +108,9 @@ class Server:
         await self.history(asked, 1)
 
     def nodes(self, node_ids: Iterable[str] = ()) -> answers.NodeList:
-        found = self.driver.nodes.summaries(tuple(node_ids))
+        """Return what is shown of all nodes, or of those of `node_ids` that are known."""
+        known, asked = known_nodes(self.driver), {*node_ids}
+        found = shown_nodes(self.driver, sorted(known & asked if asked else known))
         return answers.NodeList(tuple(found), self.driver.trouble or None)
 
 
@@ -299,7 +302,7 @@ async def list_nodes(server: Server, request: pb.ListNodesRequest) -> answers.No
 
 async def get_node(server: Server, request: Any) -> answers.Node:
     node_id = bounds.node_id_of(request.node_id)
-    for node in server.driver.nodes.summaries([node_id]):
+    for node in server.nodes([node_id]).nodes:
         return node
     raise UnknownNodeError(f"no node {node_id} is known here; `rdzvctl nodes` shows those that are")
 
@@ -330,11 +333,11 @@ def _about(rows: Iterable[Record], node_id: str) -> list[answers.NodeEvent]:
 
 async def cordon_node(server: Server, request: pb.CordonNodeRequest) -> answers.Node:
     reason = signed(bounds.sentence(request.reason), callers.present.get())
-    return await _changed(server, request, partial(server.driver.nodes.cordon, reason=reason))
+    return await _changed(server, request, partial(server.driver.fleet.cordon, reason=reason))
 
 
 async def uncordon_node(server: Server, request: pb.UncordonNodeRequest) -> answers.Node:
-    return await _changed(server, request, server.driver.nodes.uncordon)
+    return await _changed(server, request, server.driver.fleet.uncordon)
 
 
 async def drain_node(server: Server, request: pb.DrainNodeRequest) -> answers.Node:
@@ -342,26 +345,24 @@ async def drain_node(server: Server, request: pb.DrainNodeRequest) -> answers.No
     reason = bounds.sentence(request.reason) or "an operator asked for it"
     reason = signed(reason, callers.present.get())
     given: Any = {"deadline_ms": deadline_ms, "reason": reason, "force": request.force}
-    drain = partial(server.driver.nodes.drain, **given)
+    drain = partial(server.driver.fleet.drain, **given)
     return await _changed(server, request, drain, f" (within {duration(deadline_ms)})")
 
 
 async def undrain_node(server: Server, request: pb.UndrainNodeRequest) -> answers.Node:
-    undrain = partial(server.driver.nodes.undrain, cordon=request.cordon)
+    undrain = partial(server.driver.fleet.undrain, cordon=request.cordon)
     return await _changed(server, request, undrain)
 
 
 async def _changed(
-    server: Server,
-    request: Any,
-    change: Callable[[str], Awaitable[answers.Node]],
-    how: str = "",
+    server: Server, request: Any, change: Callable[[str], Awaitable[None]], how: str = ""
 ) -> answers.Node:
     node_id = bounds.node_id_of(request.node_id)
-    before = next(map(_use_of, server.driver.nodes.summaries([node_id])), "unknown")
-    found = await change(node_id)
-    note_change(before, f"{_use_of(found)}{how}")
-    return found
+    before = next(map(_use_of, server.nodes([node_id]).nodes), "unknown")
+    await change(node_id)
+    (node,) = shown_nodes(server.driver, [node_id])
+    note_change(before, f"{_use_of(node)}{how}")
+    return node
 
 
 def _use_of(node: answers.Node) -> str:

@@ -25,7 +25,15 @@ from rdzv.core.fleet.quarantine import Quarantined, QuarantineRecord
 from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
 from rdzv.core.words import duration
-from rdzv.messages import Announcement, Draining, DrainNode, Hello, Holding, UndrainNode
+from rdzv.messages import (
+    Announcement,
+    Draining,
+    DrainNode,
+    Hello,
+    Holding,
+    LookAgain,
+    UndrainNode,
+)
 from rdzv.server.engine.store_access import KeyValueRecord
 from rdzv.structs import replace, struct
 
@@ -166,7 +174,8 @@ class Fleet:
     # ---------------------------------------------------------------- by an operator
 
     def check_known(self, node_id: str) -> None:
-        if node_id not in self._driver.leases.records and node_id not in self.ordered:
+        places = self._driver.leases.records, self.ordered, self._driver.quarantine.nodes
+        if not any(node_id in place for place in places):
             raise errors.UnknownNodeError(
                 f"no node {node_id} is known here; `rdzvctl nodes` shows those that are"
             )
@@ -178,26 +187,30 @@ class Fleet:
             await self.change(lambda now: replace(now, cordons={**now.cordons, node_id: cordon}))
         log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
 
-    async def drain(
-        self, node_id: str, deadline_ms: int, reason: str, short: Callable[[str], str] | None = None
-    ) -> None:
-        """Make a node leave all its jobs by the deadline, and place no more jobs on it.
+    async def uncordon(self, node_id: str) -> None:
+        """Lift a node's cordon, drain and quarantine; if it is connected, it checks its health."""
+        await self.undrain(node_id, cordon=True)
+        await self._driver.quarantine.lift(node_id)
+        self._driver.streams.send(node_id, LookAgain())
 
-        `short` returns which jobs would be left with too few nodes; without it, no job is checked.
-        """
+    async def drain(
+        self, node_id: str, deadline_ms: int, reason: str, *, force: bool = False
+    ) -> None:
+        """Make a node leave all its jobs by the deadline, and place no more jobs on it."""
         self.check_known(node_id)
         now_ms = self._clock.now_ms()
         drain = Drain(reason, now_ms + deadline_ms, now_ms, number=max(now_ms, 2))
         async with self.placing:
             # No job is placed and no other node is drained in between.
-            if short is not None and (why := short(node_id)):
+            if not force and (why := self._driver.placer.short_without(node_id)):
                 raise errors.TooFewNodesError(why)
             await self.change(lambda now: replace(now, drains={**now.drains, node_id: drain}))
         within = duration(deadline_ms)
         log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
-    async def lift(self, node_id: str, *, cordon: bool) -> None:
+    async def undrain(self, node_id: str, *, cordon: bool = False) -> None:
+        self.check_known(node_id)
         before = self.restrictions
         if node_id not in before.drains and not (cordon and node_id in before.cordons):
             return
@@ -238,14 +251,11 @@ class Fleet:
             finally:
                 # After a failure, the record has been read again and may be different.
                 if self.restrictions is not before:
-                    self._tell_drains(before.drains)
+                    was, now = before.drains, self.restrictions.drains
+                    for node_id in was.keys() | now.keys():
+                        if was.get(node_id) != now.get(node_id):
+                            self._driver.streams.send(node_id, self._told(now.get(node_id)))
                     self._driver.quarantine.note_change()
-
-    def _tell_drains(self, before: Mapping[str, Drain]) -> None:
-        now = self.restrictions.drains
-        for node_id in before.keys() | now.keys():
-            if before.get(node_id) != now.get(node_id):
-                self._driver.streams.send(node_id, self._told(now.get(node_id)))
 
     def _told(self, drain: Drain | None) -> Announcement:
         if drain is None:
@@ -255,7 +265,7 @@ class Fleet:
     def _record(self, event: NodeDrained | NodeUndrained) -> None:
         for state in self._driver.jobs.states:
             if state.membership.ended is None and takes_part(state, event.node_id):
-                self._driver.history.note(state.membership.rdzv_id, (event,))
+                self._driver.note(state.membership.rdzv_id, (event,))
 
     # ---------------------------------------------------------------- by the node
 

@@ -316,8 +316,6 @@ class Reports:
                 self._driver.fleet.note_health(node_id, said.failing)
             case messages.Draining():
                 self._driver.fleet.note_draining(node_id, said)
-                for rdzv_id in self._driver.node_jobs.jobs_of(node_id):
-                    self._driver.watchers.job_changed(rdzv_id)
             case messages.Hung():
                 if (state := self._state_for(stream, said)) is not None:
                     diagnosis.hangs.take_report(state, node_id, said)

@@ -140,21 +140,39 @@ class MetricsPage(Collector):
     def _collect_room(self) -> Iterator[Metric]:
         if (driver := self._look()) is None:
             return
-        room = driver.nodes.room()
+        states, drains = tuple(_known(driver.jobs.states)), driver.fleet.drains()
+        gpus, places = ({"free": 0, "taken": 0, "unusable": 0} for _ in range(2))
+        busy = set[str]()
+        for host in driver.fleet.hosts(states):
+            left = "unusable" if host.unusable else "free"
+            gpus[left] += host.gpus_free
+            gpus["taken"] += len(host.resources.gpus) - host.gpus_free
+            places[left] += host.places_free
+            places["taken"] += host.resources.capacity - host.places_free
+            if host.taken:
+                busy.add(host.node_id)
+        for node_id in drains:
+            if any(state.present(node_id) or node_id in state.placed for state in states):
+                busy.add(node_id)
+        barred = {
+            "cordoned": len(driver.fleet.ordered),
+            "quarantined": len(driver.quarantine.nodes),
+        }
+        draining = len(drains.keys() & busy)
         for name, text, label, values in (
-            ("rdzv_gpus", "GPUs of nodes that take submitted jobs.", "state", room["gpus"]),
-            ("rdzv_places", "Submitted jobs that the nodes take at once.", "state", room["places"]),
+            ("rdzv_gpus", "GPUs of nodes that take submitted jobs.", "state", gpus),
+            ("rdzv_places", "Submitted jobs that the nodes take at once.", "state", places),
             (
                 "rdzv_nodes_barred",
                 "Nodes on which no submitted job is placed until an operator allows it.",
                 "by",
-                room["barred"],
+                barred,
             ),
             (
                 "rdzv_node_drains",
                 "Nodes that leave all their jobs: still draining, or drained.",
                 "state",
-                room["drains"],
+                {"draining": draining, "drained": len(drains) - draining},
             ),
         ):
             yield by_label(name, text, label, values)
