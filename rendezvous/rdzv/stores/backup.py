@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -112,24 +113,9 @@ _line_decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(_Line)
 _any_decoder = msgspec.json.Decoder(_AnyLine)
 
 
-class BackupTally:
-    """The trailer's counts, updated line by line."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-        self._jobs = 0
-        self._events = 0
-        self._documents = 0
-
-    def passed(self, line: _Line, data: bytes) -> bytes:
-        self._hash.update(data)
-        self._jobs += isinstance(line, BackupJobLine)
-        self._events += isinstance(line, EventLine)
-        self._documents += isinstance(line, DocumentLine)
-        return data
-
-    def trailer(self) -> Trailer:
-        return Trailer(self._jobs, self._events, self._documents, self._hash.hexdigest())
+def _trailer(passed: Counter[type[_Line]], digest: hashlib._Hash) -> Trailer:
+    jobs, events, documents = passed[BackupJobLine], passed[EventLine], passed[DocumentLine]
+    return Trailer(jobs, events, documents, digest.hexdigest())
 
 
 # ------------------------------------------------------------------------------------ writing
@@ -141,22 +127,26 @@ async def lines(store: Store, header: BackupHeader) -> AsyncIterator[bytes]:
     Only one job at a time is held in memory. The backup contains only committed data, without
     history that is still waiting for a commit.
     """
-    tally = BackupTally()
-    yield tally.passed(header, written_line(header))
+    passed, digest = Counter[type[_Line]](), hashlib.sha256()
+    async for line in _contents(store, header):
+        data = written_line(line)
+        passed[type(line)] += 1
+        digest.update(data)
+        yield data
+    yield written_line(_trailer(passed, digest))
+
+
+async def _contents(store: Store, header: BackupHeader) -> AsyncIterator[_Line]:
+    yield header
     for name in await store.list_documents():
         if held := await store.load_document(name):
-            document = DocumentLine(name, held[0])
-            yield tally.passed(document, written_line(document))
+            yield DocumentLine(name, held[0])
     for rdzv_id in await store.list():
-        if (found := await _read(store, rdzv_id)) is None:
-            continue
-        stored, rows = found
-        job = BackupJobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
-        yield tally.passed(job, written_line(job))
-        for row in rows:
-            event = EventLine(row)
-            yield tally.passed(event, written_line(event))
-    yield written_line(tally.trailer())
+        if (found := await _read(store, rdzv_id)) is not None:
+            stored, rows = found
+            yield BackupJobLine(rdzv_id, msgspec.Raw(codec.encode(stored.membership)))
+            for row in rows:
+                yield EventLine(row)
 
 
 def written_line(line: _Line) -> bytes:
@@ -202,15 +192,13 @@ def verify(file: BinaryIO, name: str) -> Summary:
 
 def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
     """Yield the lines of a backup, checking their order, number and hash."""
-    tally = BackupTally()
-    seen: set[str] = set()
-    documents: set[str] = set()
-    job = ""
-    line: _Line = _header(file, name, tally)
-    yield line
-    while not isinstance(line, Trailer):
+    passed, digest = Counter[type[_Line]](), hashlib.sha256()
+    jobs, documents, job = set[str](), set[str](), ""
+    while not passed[Trailer]:
         data = file.readline(_MOST_LINE_BYTES)
-        if not data.endswith(b"\n"):
+        if not passed:
+            _check_version(data, name)
+        elif not data.endswith(b"\n"):
             raise _refused(name, "it ends too early: it was cut", "take the whole file")
         line = read_line(data, name)
         match line:
@@ -219,27 +207,28 @@ def _lines_of(file: BinaryIO, name: str) -> Iterator[_Line]:
                     raise _refused(name, f"document {line.name} is in it twice")
                 documents.add(line.name)
             case BackupJobLine():
-                if line.rdzv_id in seen:
+                if line.rdzv_id in jobs:
                     raise _refused(name, f"job {line.rdzv_id} is in it twice")
                 job = line.rdzv_id
-                seen.add(job)
+                jobs.add(job)
             case EventLine():
                 of = line.record.rdzv_id
-                if not seen or of != job:
+                if not jobs or of != job:
                     raise _refused(name, f"history of job {of} is not below that job")
             case BackupHeader():
-                raise _refused(name, "it holds more than one backup")
+                if passed:
+                    raise _refused(name, "it holds more than one backup")
             case Trailer():
-                if line != tally.trailer():
+                if line != _trailer(passed, digest):
                     raise _refused(name, "it was changed: its last line does not match")
-        tally.passed(line, data)
+        passed[type(line)] += 1
+        digest.update(data)
         yield line
     if file.read(1):
         raise _refused(name, "there is data after its last line")
 
 
-def _header(file: BinaryIO, name: str, tally: BackupTally) -> BackupHeader:
-    data = file.readline(_MOST_LINE_BYTES)
+def _check_version(data: bytes, name: str) -> None:
     try:
         found = _any_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -252,10 +241,6 @@ def _header(file: BinaryIO, name: str, tally: BackupTally) -> BackupHeader:
             f"it has format {found.format}, and this rdzvd reads only {FORMAT}",
             "use the rdzvd version that wrote it",
         )
-    header = read_line(data, name)
-    assert isinstance(header, BackupHeader), "the kind was looked at"
-    tally.passed(header, data)
-    return header
 
 
 def read_line(data: bytes, name: str) -> _Line:
