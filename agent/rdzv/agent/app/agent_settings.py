@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 from msgspec import field
 
 from rdzv import bounds
-from rdzv.agent.inventory.health import NodeCheck
-from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, Xids
+from rdzv.agent.inventory.health_checks import Command, Disk, Gpus, NodeCheck, Xids
 from rdzv.agent.inventory.preemption import Preemption
 from rdzv.agent.inventory.resources import NONE, NVML, parse_gpus
 from rdzv.agent.inventory.xid import CODES, KMSG, Lifted

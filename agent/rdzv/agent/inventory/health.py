@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from rdzv.agent.inventory.health_checks import NodeCheck
 from rdzv.core.fleet.node_resources import FailingCheck
 
 log = logging.getLogger("rdzv.agent")
@@ -22,21 +22,6 @@ LONGEST_RETRY_S = 60.0
 """The maximum wait before a failed check is repeated; the wait doubles each time."""
 END_S = 2.0
 """How long a check may take to end its processes after its deadline."""
-
-
-class NodeCheck(Protocol):
-    """A check of the node."""
-
-    name: str
-    timeout_s: float
-
-    async def look(self, unused_gpus: frozenset[str]) -> str:
-        """Return the problem, phrased to follow the check's name, or "" if there is none."""
-        ...
-
-    async def lift(self) -> None:
-        """Dismiss earlier errors, because an operator has dealt with the node."""
-        ...
 
 
 class NodeHealth:

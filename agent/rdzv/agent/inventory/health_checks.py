@@ -31,14 +31,18 @@ MEMORY_AGAIN_S = 0.2
 
 
 @dataclass(eq=False)
-class Plain:
-    """The base class for checks that do not remember earlier results."""
+class NodeCheck:
+    """A check of the node."""
 
     name: str
     timeout_s: float
 
+    async def look(self, unused_gpus: frozenset[str]) -> str:
+        """Return the problem, phrased to follow the check's name, or "" if there is none."""
+        raise NotImplementedError
+
     async def lift(self) -> None:
-        """Do nothing."""
+        """Dismiss earlier errors, because an operator has dealt with the node."""
 
 
 # ---------------------------------------------------------------------- a command
@@ -92,7 +96,7 @@ async def _read_all(stream: asyncio.StreamReader, hear: Callable[[bytes], None])
 
 
 @dataclass(eq=False)
-class Command(Plain):
+class Command(NodeCheck):
     """An operator's command. The node is healthy if it exits with 0 in time."""
 
     args: Sequence[str] = ()
@@ -134,7 +138,7 @@ def _last_line(said: bytearray) -> str:
 
 
 @dataclass(eq=False)
-class Disk(Plain):
+class Disk(NodeCheck):
     """Checks the free space on a path's disk that is available to accounts other than root."""
 
     path: Path = Path("/")
@@ -180,7 +184,7 @@ def _ask_each(nvml: Any) -> tuple[dict[str, int], list[str]]:
 
 
 @dataclass(eq=False)
-class Gpus(Plain):
+class Gpus(NodeCheck):
     """Checks that each GPU responds, and that GPUs without a job are not in use."""
 
     uuids: Sequence[str] = ()
@@ -219,7 +223,7 @@ class Gpus(Plain):
 
 
 @dataclass(eq=False)
-class Xids(Plain):
+class Xids(NodeCheck):
     """Checks that no GPU has had an error that requires a reset or a repair."""
 
     codes: Collection[str] = xid.CODES
