@@ -63,30 +63,18 @@ def kept_workers(round_: Round | None) -> int:
     return sum(len(p.kept) for p in round_.participants) if round_ is not None else 0
 
 
-@struct(frozen=True)
-class Keeping:
-    """The participants of a round, each with the workers that it keeps."""
-
-    participants: tuple[Participant, ...]
-    source: int | None = None
-    resume_step: int | None = None
-    fruitless: bool = False
-    not_kept: tuple[NotKept, ...] = ()
-
-
 def keep(
-    prior: Round | None,
-    participants: tuple[Participant, ...],
-    joins: Mapping[str, WaitingNode],
-) -> Keeping:
-    """Decide for each worker of a new round whether it is kept.
+    prior: Round | None, round_: Round, joins: Mapping[str, WaitingNode]
+) -> tuple[Round, tuple[NotKept, ...]]:
+    """Return a new round with the workers that it keeps, and why others are new.
 
     `prior` is the previous round of this run, if any; its end is settled. `joins` has an entry for
     each participant. Failures soon after the first one count as its consequences. If there is no
     source, the kept workers have sealed no step and start from the beginning like all others.
     """
+    participants = round_.participants
     if not any(joins[p.node_id].kept for p in participants):
-        return Keeping(participants)
+        return round_, ()
     last = _last_round(prior)
     able: dict[int, KeptWorker] = {}
     new: dict[int, WhyNew] = {}
@@ -117,13 +105,14 @@ def keep(
         elif sealed is not None and abs(_sealed(offer) - sealed) > 1:
             new[rank] = WhyNew.OUT_OF_STEP
     kept = able.keys() - new.keys()
-    return Keeping(
+    round_ = replace(
+        round_,
         participants=tuple(_written(p, kept, new) for p in participants),
         source=source if kept else None,
         resume_step=sealed if kept else None,
         fruitless=bool(kept) and _fruitless(prior, able),
-        not_kept=_grouped(new),
     )
+    return round_, _grouped(new)
 
 
 @struct(frozen=True)

@@ -24,7 +24,6 @@ from enum import StrEnum
 from itertools import chain
 
 from rdzv.bounds import Label, OwnPort, Printable, Sentence
-from rdzv.core.kept_ranks import Keeping
 from rdzv.core.model import (
     Cause,
     Membership,
@@ -33,7 +32,6 @@ from rdzv.core.model import (
     Snapshot,
     SnapshotMark,
     WaitingNode,
-    world_size,
 )
 from rdzv.structs import replace, struct
 
@@ -59,17 +57,6 @@ WHY_NOT_LOADED: Mapping[str, str] = {
     WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
     WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them have failed soon",
 }
-
-
-@struct(frozen=True)
-class Base:
-    """The snapshots with which a round begins; all fields but the last are those of `Round`."""
-
-    snapshot: SnapshotMark | None
-    snapshot_loads: int
-    origin: int
-    lineage: int
-    why_not: WhyNotLoaded | None = None
 
 
 def newest_whole(
@@ -101,23 +88,26 @@ def sealed_in(round_: Round) -> range:
     return range(round_.lineage, round_.number + 1)
 
 
-def base(membership: Membership, keeping: Keeping, joins: Iterable[WaitingNode]) -> Base:
-    prior, number = membership.round, membership.next_round
+def base(
+    membership: Membership, round_: Round, joins: Iterable[WaitingNode]
+) -> tuple[Round, WhyNotLoaded | None]:
+    """Return a new round with the snapshots that it begins with, or why it loads none."""
+    prior, number = membership.round, round_.number
     origin = prior.origin if prior is not None else number
-    workers = world_size(keeping.participants)
     held = [one.snapshots for one in joins]
-    if keeping.source is not None and prior is not None:
+    if round_.source is not None and prior is not None:
         lineage = prior.lineage
-        past = [before(snapshots, lineage, keeping.resume_step) for snapshots in held]
-        mark = newest_whole(past, range(origin, number), workers)
-        return Base(mark, 0, origin, lineage)
-    mark = newest_whole(held, range(origin, number), workers)
+        past = [before(snapshots, lineage, round_.resume_step) for snapshots in held]
+        mark = newest_whole(past, range(origin, number), round_.world_size)
+        return replace(round_, snapshot=mark, origin=origin, lineage=lineage), None
+    mark = newest_whole(held, range(origin, number), round_.world_size)
     loads = prior.snapshot_loads if prior is not None and prior.snapshot == mark else 0
+    anew = replace(round_, origin=number, lineage=number)
     if mark is None:
-        return Base(None, 0, number, number, _why_not_whole(held, origin, workers))
+        return anew, _why_not_whole(held, origin, round_.world_size)
     if _in_vain(membership, loads):
-        return Base(None, 0, number, number, WhyNotLoaded.IN_VAIN)
-    return Base(mark, loads + 1, origin, number)
+        return anew, WhyNotLoaded.IN_VAIN
+    return replace(anew, snapshot=mark, snapshot_loads=loads + 1, origin=origin), None
 
 
 def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> tuple[Snapshot, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from rdzv.core.events import RoundCompleted, RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.invariants import violations
-from rdzv.core.kept_ranks import WHY_NEW, Keeping, NotKept, WhyNew, keep
+from rdzv.core.kept_ranks import WHY_NEW, NotKept, WhyNew, keep
 from rdzv.core.model import (
     Cause,
     Failure,
@@ -89,13 +89,13 @@ def ended(
     return replace(round_, source=source, resume_step=resume_step, fruitless=fruitless)
 
 
-def decide(prior: Round | None, joins: dict[str, WaitingNode]) -> Keeping:
+def decide(prior: Round | None, joins: dict[str, WaitingNode]) -> tuple[Round, tuple[NotKept, ...]]:
     prior_places = prior.participants if prior is not None else ()
-    return keep(prior, assign_seats(prior_places, joins, 9), joins)
+    return keep(prior, Round(5, assign_seats(prior_places, joins, 9), "h", 1, True, 0, 9), joins)
 
 
-def kept_ranks(keeping: Keeping) -> list[int]:
-    return [p.rank_first + rank for p in keeping.participants for rank in p.kept]
+def kept_ranks(round_: Round) -> list[int]:
+    return [p.rank_first + rank for p in round_.participants for rank in p.kept]
 
 
 FAILED = (Cause.WORKER_FAILURE, (failure("n2", 1),))
@@ -290,11 +290,11 @@ def test_who_is_kept(
     source: tuple[int, int] | None,
     new: dict[WhyNew, tuple[int, ...]],
 ) -> None:
-    decided = decide(prior, {"n1": waits(n1), "n2": waits(n2)})
+    decided, not_kept = decide(prior, {"n1": waits(n1), "n2": waits(n2)})
     assert kept_ranks(decided) == kept, story
     assert (decided.source, decided.resume_step) == (source or (None, None)), story
-    assert {one.why: one.ranks for one in decided.not_kept} == new, story
-    assert all(WHY_NEW[one.why] for one in decided.not_kept)
+    assert {one.why: one.ranks for one in not_kept} == new, story
+    assert all(WHY_NEW[one.why] for one in not_kept)
 
 
 LOST = {WhyNew.SHARD_LOST: (0, 1, 2, 3)}
@@ -351,10 +351,10 @@ def test_a_sharded_state_is_kept_if_every_part_has_a_holder(
     source: tuple[int, int] | None,
     new: dict[WhyNew, tuple[int, ...]],
 ) -> None:
-    decided = decide(ended(), {"n1": waits(n1), "n2": waits(n2)})
+    decided, not_kept = decide(ended(), {"n1": waits(n1), "n2": waits(n2)})
     assert kept_ranks(decided) == kept, story
     assert (decided.source, decided.resume_step) == (source or (None, None)), story
-    assert {one.why: one.ranks for one in decided.not_kept} == new, story
+    assert {one.why: one.ranks for one in not_kept} == new, story
 
 
 def test_a_sharded_state_is_not_kept_by_another_number_of_workers() -> None:
@@ -362,9 +362,9 @@ def test_a_sharded_state_is_not_kept_by_another_number_of_workers() -> None:
         ({"n1": waits("0:7@0/2 1:7@1/2")}, (0, 1)),
         ({"n1": waits("0:7@0/2 1:7@1/2"), "n2": waits(""), "n3": waits("")}, (0, 1)),
     ):
-        decided = decide(ended(), joins)
+        decided, not_kept = decide(ended(), joins)
         assert kept_ranks(decided) == []
-        assert NotKept(WhyNew.RESHARDED, new) in decided.not_kept
+        assert NotKept(WhyNew.RESHARDED, new) in not_kept
 
 
 def test_every_reason_has_words() -> None:
@@ -374,36 +374,36 @@ def test_every_reason_has_words() -> None:
 def test_what_is_offered_counts_only_of_the_last_round() -> None:
     """A node that was in an earlier round, in another job's, or has other workers now."""
     for joined in (waits("0:7", left_round=3), waits("0:7", left_round=None), waits("0:7", size=1)):
-        decided = decide(ended(), {"n1": joined, "n2": waits("0:7 1:7")})
+        decided, not_kept = decide(ended(), {"n1": joined, "n2": waits("0:7 1:7")})
         first = joined.offer.local_world_size
         assert kept_ranks(decided) == [first, first + 1]
-        assert decided.not_kept == (NotKept(WhyNew.OTHER_ROUND, (0,)),)
-    assert kept_ranks(decide(None, {"n1": waits("0:7")})) == []
-    stranger = decide(ended(), {"n1": waits("0:7 1:7"), "n3": waits("1:7")})
+        assert not_kept == (NotKept(WhyNew.OTHER_ROUND, (0,)),)
+    assert kept_ranks(decide(None, {"n1": waits("0:7")})[0]) == []
+    stranger, not_kept = decide(ended(), {"n1": waits("0:7 1:7"), "n3": waits("1:7")})
     assert kept_ranks(stranger) == [0, 1]
     # Nothing is expected of an absent node: only the offers it makes have a reason.
-    assert stranger.not_kept == (NotKept(WhyNew.OTHER_ROUND, (3,)),)
+    assert not_kept == (NotKept(WhyNew.OTHER_ROUND, (3,)),)
 
 
 def test_a_kept_worker_may_get_another_rank() -> None:
-    decided = decide(ended(Cause.NODE_LOST, gone=("n1",)), {"n2": waits("0:7 1:6torn")})
+    decided, _ = decide(ended(Cause.NODE_LOST, gone=("n1",)), {"n2": waits("0:7 1:6torn")})
     assert [(p.node_id, p.rank_first, p.kept) for p in decided.participants] == [("n2", 0, (0, 1))]
     assert (decided.source, decided.resume_step) == (0, 7)
 
 
 def test_only_a_charged_suspect_is_released() -> None:
     suspects = (failure("n1", 0, 8, suspect=True), failure("n2", 1, 3, suspect=True))
-    decided = decide(
+    decided, not_kept = decide(
         ended(Cause.WORKER_FAILURE, suspects), {"n1": waits("0:7 1:7"), "n2": waits("0:7 1:7")}
     )
     released = {p.node_id: p.charged_suspects for p in decided.participants}
     assert released == {"n1": (), "n2": (1,)}
     # A worker that has died since is only gone.
-    decided = decide(
+    decided, not_kept = decide(
         ended(Cause.WORKER_FAILURE, suspects), {"n1": waits("0:7 1:7"), "n2": waits("0:7")}
     )
     assert [p.charged_suspects for p in decided.participants] == [(), ()]
-    assert decided.not_kept == (NotKept(WhyNew.NOT_OFFERED, (3,)),)
+    assert not_kept == (NotKept(WhyNew.NOT_OFFERED, (3,)),)
 
 
 # ------------------------------------------------------------------ suspects and failures
@@ -464,9 +464,9 @@ def test_two_rounds_that_break_before_kept_workers_have_sealed_a_step_end_them(
     *, broken: bool, fruitless: bool, sealed: int, keeps: bool, again: bool
 ) -> None:
     prior = ended(Cause.NODE_LOST, kept="0 1", resume_step=7, broken=broken, fruitless=fruitless)
-    keeping = decide(prior, {n: waits(f"0:{sealed} 1:{sealed}") for n in ("n1", "n2")})
+    keeping, not_kept = decide(prior, {n: waits(f"0:{sealed} 1:{sealed}") for n in ("n1", "n2")})
     assert bool(kept_ranks(keeping)) == keeps
-    assert [one.why for one in keeping.not_kept] == ([] if keeps else [WhyNew.NO_STEP])
+    assert [one.why for one in not_kept] == ([] if keeps else [WhyNew.NO_STEP])
     assert keeping.fruitless == again
 
 

@@ -8,11 +8,9 @@ import pytest
 
 from rdzv.core import model
 from rdzv.core.events import RoundCompleted, RoundSettled
-from rdzv.core.kept_ranks import Keeping
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.core.snapshots import (
     MAX_LOADS,
-    Base,
     BlockedSaves,
     HeldByNodes,
     WhyNotLoaded,
@@ -86,9 +84,20 @@ def waits(text: str) -> model.WaitingNode:
     )
 
 
-LEFT_ASIDE = Base(None, 0, 5, 5, WhyNotLoaded.IN_VAIN)
+LEFT_ASIDE = (None, 0, 5, 5, WhyNotLoaded.IN_VAIN)
 NODES = {"n1": "4@50", "n2": ""}
 SEATED = assign_seats((), {n: waits("") for n in NODES}, 2)
+
+
+Begin = tuple[model.SnapshotMark | None, int, int, int, WhyNotLoaded | None]
+
+
+def begin(
+    membership: model.Membership, source: int | None, joins: list[model.WaitingNode]
+) -> Begin:
+    round_ = model.Round(5, SEATED, "h", 1, True, 0, 9, source=source)
+    round_, why_not = base(membership, round_, joins)
+    return round_.snapshot, round_.snapshot_loads, round_.origin, round_.lineage, why_not
 
 
 def decided(
@@ -99,7 +108,7 @@ def decided(
     soon: int = 0,
     cause: model.Cause = model.Cause.WORKER_FAILURE,
     origin: int = 0,
-) -> Base:
+) -> Begin:
     """Decide on round 5's snapshots, after round 4 had `loaded` some, this many times in a row."""
     end = model.RoundEnd(cause, "why", 9, broken=True, settled=True)
     prior = model.Round(4, SEATED, "h", 1, True, 0, 5, end=end, origin=origin, lineage=3)
@@ -109,20 +118,20 @@ def decided(
         "job", "run", 1, SETTINGS, 0, prior, 5, spent=model.Spent(soon=soon)
     )
     joins = [waits(text) for text in held.values()]
-    return base(membership, Keeping(SEATED, source), joins)
+    return begin(membership, source, joins)
 
 
 def test_snapshots_are_loaded_where_no_kept_worker_has_a_state() -> None:
-    assert decided(NODES) == Base(mark("4@50"), 1, 0, 5)
+    assert decided(NODES) == (mark("4@50"), 1, 0, 5, None)
     # They are only pinned beside a kept worker, which is never older.
-    assert decided(NODES, source=0) == Base(mark("4@50"), 0, 0, 3)
+    assert decided(NODES, source=0) == (mark("4@50"), 0, 0, 3, None)
 
 
 def test_a_round_without_a_state_begins_anew() -> None:
-    assert decided({}) == Base(None, 0, 5, 5)
+    assert decided({}) == (None, 0, 5, 5, None)
     # Snapshots from before the last such round are not loaded, even if complete again.
-    assert decided({"n1": "3@90"}, origin=4) == Base(None, 0, 5, 5, WhyNotLoaded.OUTDATED)
-    assert decided({"n1": "3@90 4@60"}, origin=4) == Base(mark("4@60"), 1, 4, 5)
+    assert decided({"n1": "3@90"}, origin=4) == (None, 0, 5, 5, WhyNotLoaded.OUTDATED)
+    assert decided({"n1": "3@90 4@60"}, origin=4) == (mark("4@60"), 1, 4, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +145,12 @@ def test_a_round_without_a_state_begins_anew() -> None:
     ],
 )
 def test_it_is_said_why_none_is_loaded(held: str, why: WhyNotLoaded | None) -> None:
-    assert decided({"n1": held}, origin=3) == Base(None, 0, 5, 5, why)
+    assert decided({"n1": held}, origin=3) == (None, 0, 5, 5, why)
 
 
 def test_the_first_round_loads_nothing() -> None:
     membership = model.Membership("job", "run", 1, SETTINGS, 0, None, 5)
-    assert base(membership, Keeping(SEATED), [waits("")]) == Base(None, 0, 5, 5)
+    assert begin(membership, None, [waits("")]) == (None, 0, 5, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +166,10 @@ def test_snapshots_with_which_rounds_keep_failing_soon_are_left_aside(
     loads: int, soon: int, cause: model.Cause, loads_again: bool
 ) -> None:
     found = decided(NODES, loaded=("4@50", loads), soon=soon, cause=cause)
-    assert found == (Base(mark("4@50"), loads + 1, 0, 5) if loads_again else LEFT_ASIDE)
+    assert found == ((mark("4@50"), loads + 1, 0, 5, None) if loads_again else LEFT_ASIDE)
     # Other ones have not been tried.
     newer = decided({"n1": "4@60"}, loaded=("4@50", loads), soon=soon, cause=cause)
-    assert newer == Base(mark("4@60"), 1, 0, 5)
+    assert newer == (mark("4@60"), 1, 0, 5, None)
 
 
 ROUND = model.Round(5, SEATED, "h", 1, True, 0, 5, lineage=5)

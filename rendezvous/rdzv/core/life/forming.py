@@ -74,24 +74,17 @@ def complete_round(work: Draft) -> bool:
     prior = membership.round.participants if membership.round else ()
     seated = assign_seats(prior, ready, membership.max_nodes)
     first = seated[0].offer
-    keeping = keep(membership.round, seated, ready)
-    begins_with = base(membership, keeping, (ready[p.node_id] for p in seated))
     round_ = Round(
         number=membership.next_round,
-        participants=keeping.participants,
+        participants=seated,
         master_addr=master_addr(seated),
         master_port=first.store_port,
         use_agent_store=first.can_host_store and membership.store_failures < MAX_STORE_FAILURES,
         restarts=len(membership.restarts),
         at_ms=work.now_ms,
-        source=keeping.source,
-        resume_step=keeping.resume_step,
-        fruitless=keeping.fruitless,
-        snapshot=begins_with.snapshot,
-        snapshot_loads=begins_with.snapshot_loads,
-        origin=begins_with.origin,
-        lineage=begins_with.lineage,
     )
+    round_, not_kept = keep(membership.round, round_, ready)
+    round_, not_loaded = base(membership, round_, (ready[p.node_id] for p in seated))
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
     seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}
     work.put(
@@ -101,9 +94,7 @@ def complete_round(work: Draft) -> bool:
     )
     work.state = replace(work.state, superseded={})
     since_ms = work.now_ms if state.enough_since_ms is None else state.enough_since_ms
-    work.events.append(
-        RoundCompleted(round_, work.now_ms - since_ms, keeping.not_kept, begins_with.why_not)
-    )
+    work.events.append(RoundCompleted(round_, work.now_ms - since_ms, not_kept, not_loaded))
     return True
 
 
