@@ -24,6 +24,7 @@ QUICK = {
 """What takes a second or two: a program's options, and a part of what it prints."""
 
 LONG = {
+    "any_size": ("--epochs=12", "any_size: 60 steps with 4, 3, "),
     "goodput": ("--minutes=0.1 --every=2 --launchers=rdzvrun", '"failures": 1'),
     "hangs": ("--hangs=1 --limit=2 --nodes=1 --ranks=2", "| 1 |"),
     "hangs_cost": ("", "us an all-reduce"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import signal
 import socket
 import threading
@@ -209,81 +208,6 @@ def train(
 
     run(state)
     say("done", step=state.step, weights=weights(state), history=len(state.history))
-
-
-class Augmented(TensorDataset):
-    """Data that are changed at random whenever they are loaded."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        at, x, y = super().__getitem__(index)
-        factor = 1 + (torch.rand(()) + random.random() + np.random.rand()) / 10
-        return at, x * factor, y
-
-
-def train_any_size(
-    epochs: int,
-    faults: list[dict[str, Any]] | None = None,
-    global_batch: int = 10,
-    micro_batch: int = 3,
-    pause_s: float = 0.0,
-    **options: Any,
-) -> None:
-    """Train with a global batch, dropout, batch norm, augmentation, and a rate for each step.
-
-    The size of the world varies; workers with an even rank load data in another process.
-    """
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    torch.manual_seed(11)
-    model = nn.Sequential(
-        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1)
-    ).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    at, x, y = make_data().tensors
-    data = Augmented(at, x.double(), y.double())
-    sampler = ElasticBatchSampler(data, global_batch=global_batch, micro_batch=micro_batch, seed=3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(data))
-    state = State(
-        model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, step=0, **options
-    )
-    torch.manual_seed(rank)
-
-    @elastic
-    def run(state: State, round_: Round) -> None:
-        say("begin", round=round_.number, rank=round_.rank, world=round_.world_size)
-        model = DistributedDataParallel(state.model)
-        parts: list[tuple[list[int], float, float]] = []
-        while (epoch := state.sampler.epoch) < epochs:
-            loader: DataLoader[Any] = DataLoader(
-                data,
-                batch_sampler=state.sampler,
-                num_workers=1 - round_.rank % 2,
-                multiprocessing_context="fork" if round_.rank % 2 == 0 else None,
-            )
-            for indices, x, y in loader:
-                with state.accumulate(model) as part:
-                    loss = nn.functional.mse_loss(model(x), y)
-                    fault(faults or [], round_, state.step, "forward")
-                    (loss * part.weight).backward()
-                parts.append((indices.tolist(), part.weight, loss.item()))
-                if not part.is_last:
-                    continue
-                rate = optimizer.param_groups[0]["lr"]
-                state.optimizer.step()
-                state.optimizer.zero_grad()
-                state.scheduler.step()
-                state.step += 1
-                step = {"step": state.step, "round": round_.number, "epoch": epoch, "lr": rate}
-                step |= {"world": round_.world_size, "rank": round_.rank, "parts": parts}
-                parts = []
-                try:
-                    state.commit()
-                finally:
-                    say("step", **step)
-                time.sleep(pause_s)
-
-    run(state)
-    say("done", step=state.step, weights=weights(state))
 
 
 def _faulty_hook(faults: list[dict[str, Any]], state: State, round_: Round) -> Any:

@@ -1,11 +1,12 @@
 """A stand-in for the runner, which uses the link's protocol with real workers.
 
 Each round has its own store. Workers are forked from a server that has torch imported. A worker
-runs a function of `kept_training`, given by name, with arguments.
+runs a function of `kept_training`, or of a module that is named before it, with arguments.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -47,9 +48,7 @@ def _start_fork_server() -> None:
 def run_worker(
     link: socket.socket | None, env: dict[str, str], out: str, function: str, args: dict[str, Any]
 ) -> None:
-    """Run a function of `kept_training` in a forked process, as if the runner had started it."""
-    import kept_training
-
+    """Run a function of a module in a forked process, as if the runner had started it."""
     fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -58,7 +57,8 @@ def run_worker(
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     if link is not None:
         os.environ["RDZV_WORKER_LINK"] = str(link.detach())
-    getattr(kept_training, function)(**args)
+    module, _, name = function.rpartition(".")
+    getattr(importlib.import_module(module or "kept_training"), name)(**args)
 
 
 @dataclass

@@ -1,0 +1,153 @@
+"""Whether a training with a global batch is the same for any number of workers.
+
+    python bench/any_size.py [--epochs N]
+
+Five steps an epoch of a small model with dropout, batch norm and augmentation, in float64: once in
+one process without a launcher, and once by rdzvrun on four nodes of one worker. Of these one is
+lost, a worker is killed and replaced, another node is lost, and two come. Global batches of 22
+samples, the last of 8, are cut into parts of at most 6. What is compared, for each step: samples,
+learning rate, and loss. The script fails if any differ, the losses by more than 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from measure import emit, end_on_sigterm, say_conditions
+
+from cluster import QUICK_TORCH, Cluster, cluster  # isort: skip  (its path comes from measure)
+
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))
+from any_size_training import Rows, loss_of, samples_of, steps_of  # noqa: E402
+
+SCRIPT = SUPPORT / "any_size_training.py"
+EPOCH_STEPS = 5
+SAMPLES = 96
+LIMIT = 1e-5
+
+
+def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the steps that workers have printed, from the files in a folder."""
+    for path in sorted(folder.rglob("stdout*")):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.startswith('{"what": "step"') and line.endswith("}\n"):
+                yield json.loads(line)
+
+
+def disturbed(made: Cluster, steps: int) -> None:
+    """Train with 4, 3, 2, and 4 nodes."""
+    options = ("--warm", "--max-restarts=3", "--restart-backoff=0", "--redirects=3")
+    options += ("--rdzv-conf=last_call_timeout=1",)
+    arguments = json.dumps(
+        {"epochs": steps // EPOCH_STEPS, "pause_s": 0.02, "waits": (steps * 4 // 5, 4)}
+    )
+    nodes = {}
+
+    def start(*names: str) -> None:
+        for name in names:
+            nodes[name] = made.start_node(
+                name,
+                *options,
+                worker=str(SCRIPT),
+                args=(arguments,),
+                nnodes="2:4",
+                environ={"OMP_NUM_THREADS": "1", **QUICK_TORCH},
+            )
+
+    def train(share: float, world: int) -> dict[str, Any]:
+        """Wait until a world of this size has made a share of all steps."""
+        return made.wait_until(
+            f"{world} workers make step {share * steps:g}",
+            lambda: [
+                row
+                for row in lines_in(made.folder / "logs")
+                if row["step"] >= share * steps and row["world"] == world
+            ],
+        )[0]
+
+    start("n1", "n2", "n3", "n4")
+    train(0.2, 4)
+    nodes["n4"].kill_tree()
+    before = train(0.3, 3)["round"]
+    os.kill(nodes["n2"].workers()[0], signal.SIGKILL)
+    made.wait_until(
+        "a new worker trains",
+        lambda: any(row["round"] > before for row in lines_in(made.folder / "logs")),
+    )
+    train(0.4, 3)
+    nodes["n3"].kill_tree()
+    train(0.6, 2)
+    start("n5", "n6")
+    for name in ("n1", "n2", "n5", "n6"):
+        if code := nodes[name].wait():
+            raise SystemExit(f"{name} ended with {code}: {nodes[name].text[-2000:]}")
+
+
+def main() -> None:
+    """Run both trainings, compare them, and print how far they differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--epochs", type=int, default=60, help=f"of {EPOCH_STEPS} steps")
+    chosen = parser.parse_args()
+    steps = chosen.epochs * EPOCH_STEPS
+    end_on_sigterm()
+    with tempfile.TemporaryDirectory(prefix="rdzv-bench-") as temporary:
+        say_conditions("any_size", Path(temporary))
+        alone = Path(temporary) / "alone"
+        alone.mkdir()
+        with (alone / "stdout").open("w") as out:
+            subprocess.run(
+                [sys.executable, SCRIPT, json.dumps({"epochs": chosen.epochs})],
+                env={**os.environ, "RANK": "0", **QUICK_TORCH},
+                stdout=out,
+                check=True,
+            )
+        with cluster(Path(temporary)) as made:
+            disturbed(made, steps)
+            found = steps_of(lines_in(made.folder / "logs"))
+        expected = steps_of(lines_in(alone))
+    workers = [size for size, _ in groupby(len(found[step]) for step in sorted(found))]
+    different = compare(found, expected)
+    emit(
+        f"any_size: {len(found)} steps with {', '.join(map(str, workers))} workers; different from "
+        f"one worker: {', '.join(f'{count:.2g} {what}' for what, count in different.items())}",
+        bench="any_size",
+        steps=len(found),
+        workers=workers,
+        different=different,
+    )
+    loss = different.pop("of a loss")
+    if any(different.values()) or loss > LIMIT or not {4, 3, 2} <= set(workers):
+        raise SystemExit("the training was not the same")
+
+
+def compare(found: Mapping[int, Rows], expected: Mapping[int, Rows]) -> dict[str, float]:
+    """Count what differs; of the losses, return the largest relative difference."""
+    epochs: dict[int, Counter[int]] = {}
+    for rows in found.values():
+        epochs.setdefault(rows[0]["epoch"], Counter()).update(samples_of(rows))
+    both = [(found[step], rows) for step, rows in expected.items() if step in found]
+    return {
+        "steps": len(found.keys() ^ expected.keys()),
+        "batches": sum(samples_of(one) != samples_of(other) for one, other in both),
+        "epochs": sum(samples != Counter(range(SAMPLES)) for samples in epochs.values()),
+        "rates": sum({row["lr"] for row in one} != {other[0]["lr"]} for one, other in both),
+        "of a loss": max(abs(loss_of(one) / loss_of(other) - 1) for one, other in both),
+    }
+
+
+if __name__ == "__main__":
+    main()
