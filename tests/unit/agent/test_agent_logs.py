@@ -76,9 +76,12 @@ def test_nodes_and_runs_do_not_share_files(tmp_path: Path) -> None:
 
 def test_a_log_directory_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for _ in range(2):
-        RunLogs(None, "job-7", "n1").open_round(line(0), 1)
+    both = [RunLogs(None, "job-7", "n1") for _ in range(2)]
+    for logs in both:
+        logs.open_round(line(0), 1)
     found = sorted(entry.name for entry in tmp_path.iterdir())
+    for logs in both:
+        logs.close()
     assert len(found) == 2
     assert all(name.startswith("rdzv_") for name in found)
 

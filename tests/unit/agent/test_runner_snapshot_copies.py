@@ -114,6 +114,7 @@ class Node:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Node, Node]]:
+    before = open_files()
     loop = Loop()
     children = Children(loop)
     children.listen()
@@ -125,11 +126,16 @@ def pair() -> Iterator[tuple[Node, Node]]:
     signal.set_wakeup_fd(-1)
     children.close()
     loop.close()
-    names = []
+    assert open_files() <= before
+
+
+def open_files() -> set[str]:
+    """List what this process has open of rdzv's."""
+    names = set()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # It was the list itself.
-            names.append(str(link.readlink()))
-    assert not [name for name in names if "rdzv" in name]
+            names.add(str(link.readlink()))
+    return {name for name in names if "rdzv" in name}
 
 
 def test_a_copy_is_exact_and_replaced_once_a_newer_one_is(pair: tuple[Node, Node]) -> None:
