@@ -62,6 +62,8 @@ def copy_all(
             else:
                 pieces.extend(_pieces(one.detach(), place))
     errors: list[Exception] = []
+    # To start a thread takes longer than to copy a small state.
+    threads = min(threads, 1 + sum(one.nbytes for one, _ in pieces) // CHUNK_BYTES)
     others = [threading.Thread(target=_copy, args=(pieces, errors)) for _ in range(threads - 1)]
     for thread in others:
         thread.start()
@@ -247,6 +249,8 @@ def _unmap(pid: int, address: int, size: int) -> None:
 
 # ------------------------------------------------------------------ digests
 
+_SMALL_BYTES, _TOGETHER = 64 << 10, 512
+"""Up to this many tensors of at most this size are summed together."""
 _WORDS_AT_ONCE = 1 << 23
 """The number of words in each part of a tensor that one thread sums."""
 _MULTIPLIER = 0x2545F4914F6CDD1D
@@ -265,24 +269,35 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
     """
     described = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
+    small: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for name, tensor in tensors:
             described.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
-            sums.setdefault(tensor.device, []).append(_sum(tensor.detach(), threads))
+            octets = _octets(tensor.detach())
+            if octets.numel() > _SMALL_BYTES:
+                sums.setdefault(tensor.device, []).append(_sum(octets, threads))
+            elif octets.numel():
+                small.setdefault(tensor.device, []).append(octets)
+        # A sum takes a dozen operations, so small tensors are put together.
+        for device, many in small.items():
+            for begin in range(0, len(many), _TOGETHER):
+                together = torch.cat(many[begin : begin + _TOGETHER])
+                sums.setdefault(device, []).append(_sum(together, threads))
         # Make one transfer per device, not one per tensor.
         for many in sums.values():
             described.update(repr(torch.stack(many).tolist()).encode())
     return described.hexdigest()
 
 
-def _sum(tensor: Tensor, threads: int = 1) -> Tensor:
+def _octets(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1).contiguous()
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if flat.numel() == 0:
-        return total
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    octets = flat.view(torch.uint8)
+    return flat.view(torch.uint8)
+
+
+def _sum(octets: Tensor, threads: int) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=octets.device)
     if octets.storage_offset() % 4:
         octets = octets.clone()
     whole = octets.numel() // 4 * 4
