@@ -103,6 +103,13 @@ def report(
     return model.Failure(**{**defaults, **given})
 
 
+def odd_replica(rank: int = 0, kind: str = "OddReplicaError") -> model.Failure:
+    """Build a report of a worker that differs from the other replicas."""
+    message = f"{kind}: replica digest: after step 300, model.weight of rank {rank} differs"
+    traceback = f"Traceback (most recent call last):\n  ...\nrdzv.worker.rounds.{message}"
+    return report(rank, message=message, traceback=traceback)
+
+
 # ------------------------------------------------------------------ a job that checks itself
 
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 from rdzv.core.model import Cause, KeptWorker, Participant, Round, WaitingNode, world_size
-from rdzv.core.root_cause import charged_failures
+from rdzv.core.root_cause import charged_failures, is_odd_replica
 from rdzv.structs import replace, struct
 
 
@@ -195,7 +195,10 @@ def _why_none(
     source: int | None,
 ) -> WhyNew | None:
     if _fruitless(prior, able) and prior is not None and prior.end is not None:
-        failed = prior.end.cause is Cause.WORKER_FAILURE
+        # After an odd replica, steps were sealed, and given up.
+        failed = prior.end.cause is Cause.WORKER_FAILURE and not any(
+            map(is_odd_replica, charged_failures(prior)[:1])
+        )
         if failed or (prior.end.broken and prior.fruitless):
             return WhyNew.NO_STEP
     sharded = _shards(able) > 1

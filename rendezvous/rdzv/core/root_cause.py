@@ -129,6 +129,11 @@ def names_of_end(failure: Failure) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*names, *raised[-1:], found[1])))
 
 
+def is_odd_replica(failure: Failure) -> bool:
+    """Return whether a worker ended because its state differs from that of most other ranks."""
+    return "OddReplicaError" in names_of_end(failure)
+
+
 def why_not_restarted(settings: Settings, root_cause: Failure | None) -> str:
     """Explain why a job ends with this failure, however many restarts are left; or return ""."""
     if not settings.restart_on and not settings.no_restart_on:

@@ -4,7 +4,7 @@ Each story drives the pure core event by event. `Node` records the commands it g
 event it checks the invariants (see `broken_promises`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -37,6 +37,7 @@ from rdzv.core.model import (
 )
 from rdzv.messages import Closed, Joined, Refused, RoundOver, Withdrawn
 from rdzv.structs import replace
+from tests.support.builders import odd_replica
 
 SETTINGS = Settings(min_nodes=1, max_nodes=2, max_restarts=3, join_timeout_ms=100_000)
 JOB = JobTerms("job-7", "n1", SETTINGS, local_world_size=2)
@@ -1042,6 +1043,21 @@ def test_a_node_that_is_not_well_leaves_and_its_failure_remains_one() -> None:
     assert node.phase is Phase.LEAVING
     told = node.hear(gone())
     assert told == [StopStoreHost(0), leave_of("r1", leaving, 0), Exit(Outcome(75, leaving.reason))]
+
+
+@pytest.mark.parametrize("make", [running, stopping], ids=["running", "stopping"])
+def test_a_node_whose_replica_is_odd_reports_it_and_leaves(make: Callable[[], Node]) -> None:
+    """Also if a peer, which knows it too, has ended the round before."""
+    node, odd = make(), odd_replica()
+    told = node.hear(
+        replace(exited(0, 1, by_itself=True), message=odd.message, traceback=odd.traceback)
+    )
+    (fail,) = (one for one in told if isinstance(one, Fail))
+    assert [one.message for one in fail.failures] == [odd.message]
+    reason = "unhealthy: replica digest: after step 300, model.weight of rank 0 differs"
+    leaving = Leaving(LeaveCause.FAILED, reason, 75)
+    assert told[-1] == leave_of("r1", leaving, None)
+    assert node.hear(gone())[1:] == [leave_of("r1", leaving, 0), Exit(Outcome(75, reason))]
 
 
 def test_one_that_was_stuck_is_looked_at_as_well() -> None:

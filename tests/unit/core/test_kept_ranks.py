@@ -23,7 +23,7 @@ from rdzv.core.model import (
 from rdzv.core.root_cause import MAX_FAILURES, charged_failures, keep_earliest
 from rdzv.core.rounds.ranks import assign_seats
 from rdzv.structs import replace
-from tests.support.builders import SETTINGS, Job, join, report, running
+from tests.support.builders import SETTINGS, Job, join, odd_replica, report, running
 
 SIZE = 2
 """Workers of each node: n1 has RANK 0 and 1, n2 has 2 and 3."""
@@ -99,6 +99,7 @@ def kept_ranks(round_: Round) -> list[int]:
 
 
 FAILED = (Cause.WORKER_FAILURE, (failure("n2", 1),))
+ODD = replace(odd_replica(3), local_rank=1, node_id="n2")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,15 @@ FAILED = (Cause.WORKER_FAILURE, (failure("n2", 1),))
             [],
             None,
             {WhyNew.FAILED: (3,), WhyNew.NO_STEP: (0, 1, 2)},
+        ),
+        (
+            "kept workers have gone back before an odd replica's steps",
+            ended(Cause.WORKER_FAILURE, (ODD,), kept="0", resume_step=7),
+            "0:6 1:6torn",
+            "0:6",
+            [0, 1, 2],
+            (0, 6),
+            {WhyNew.FAILED: (3,)},
         ),
         (
             "kept workers have sealed a step, and failed",

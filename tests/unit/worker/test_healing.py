@@ -18,7 +18,8 @@ from rdzv.worker.shards import Claim, Place, place_of, sources
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["link", "healing", "resuming", "rounds", "shards", "snapshots", "cutting"]
+    "name",
+    ["link", "healing", "resuming", "rounds", "shards", "snapshots", "cutting", "verifying"],
 )
 def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0

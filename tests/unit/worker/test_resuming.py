@@ -27,6 +27,7 @@ from rdzv.worker.shards import Parts, Place
 from rdzv.worker.slot_format import NO_MARK, TENSORS_AT, Mark
 from rdzv.worker.snapshots import Snapshots
 from rdzv.worker.staging import copy_all
+from rdzv.worker.verifying import Verifying
 
 pytestmark = pytest.mark.slow
 
@@ -221,7 +222,8 @@ def heal(
         snapshots = Snapshots(sealings[rank], runners[rank], None)  # type: ignore[arg-type]
         round_ = round_of(number, rank)
         resuming = partial(Resuming, snapshots.held, sealings[rank], round_)
-        return healing.heal(sealings[rank], round_, store, None, resuming)
+        verifying = Verifying(sealings[rank], None, lambda _: pytest.fail("none differs"))
+        return healing.heal(sealings[rank], round_, store, None, resuming, verifying)
 
     with ThreadPoolExecutor() as ranks:
         return list(ranks.map(one, range(2), timeout=60))

@@ -68,7 +68,9 @@ class Worker:
         sealing = SimpleNamespace(
             step=3, is_redo=False, begin_round=lambda *_: None, end_round=lambda: None
         )
-        state = SimpleNamespace(_sealing=sealing, _snapshot_every=None, _on_park=[])
+        state = SimpleNamespace(
+            _sealing=sealing, _snapshot_every=None, _verify_every=None, _on_park=[]
+        )
         monkeypatch.setattr(session_module, "RoundGroups", Groups)
         monkeypatch.setattr(session_module, "Parts", lambda *_: None)
         monkeypatch.setattr(session_module, "free_groups", lambda *_: None)
@@ -87,7 +89,7 @@ class Worker:
             held=None, begin_round=lambda _: None
         )
 
-    def _heal(self, sealing: Any, round_: Round, _store: object, _step: object, resume: Any) -> Any:
+    def _heal(self, sealing: Any, round_: Round, _store: Any, _: Any, resume: Any, __: Any) -> Any:
         self.redone.append(sealing.is_redo)
         if not round_.kept:
             resume()

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .rounds import CannotBroadcastError, UnsupportedError, WorkerError
-from .staging import copiers, copy_all, huge
+from .staging import copiers, copy_all, huge, readers
 
 
 class Contents:
@@ -261,6 +261,12 @@ class Image:
 
     def shapes(self) -> Image:
         return self.mapped(lambda _, one: Shape(tuple(one.shape), one.dtype, one.device.type))
+
+    def with_optimizers_on(self, devices: Image) -> Image:
+        """Copy the optimizers' tensors to the devices that an image of shapes has for them."""
+        copies = [shape.empty() for shape in devices.optimizer_tensors()]
+        copy_all(self.optimizer_tensors(), copies, [], readers())
+        return self.filled(iter([*self.parameters.values(), *copies]))
 
 
 def _joined(key: tuple[str, int, str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .resuming import Resuming
     from .rounds import Round
     from .sealing import Sealing
+    from .verifying import Verifying
 
 
 BUCKET_BYTES = 32 << 20
@@ -52,6 +53,10 @@ class StateOffer:
     """The last round in which all workers of its training were new."""
     nonce: str = ""
     """Distinguishes this lineage from another with the same number."""
+    verify_every: int = 0
+    is_proven: bool = False
+    last_odd: list[Any] = field(default_factory=list)
+    """These three are explained in `Verifying`."""
 
     @property
     def sealed(self) -> int:
@@ -121,6 +126,7 @@ def heal(
     store: Store,
     expected_step: int | None,
     resuming: Callable[[], Resuming],
+    verifying: Verifying,
 ) -> Healed:
     """Bring this rank to the state of the round's source. All ranks must call it together.
 
@@ -136,7 +142,9 @@ def heal(
         # Fail now, rather than in the round that needs to send the state.
         packed(image=sealing.image(small_of(sealing.contents, {})).shapes())
     hashed = digest_of(sealing.image({})) if sealing.has_begun and not sealing.torn else ""
-    offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed)
+    verified = verifying.offered()
+    offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed, verified)
+    verifying.compare(offers, round_, store)
     resumed = None
     if not any(offer.kept for offer in offers):
         # New ranks are compared now, with what they have loaded.
@@ -144,7 +152,7 @@ def heal(
         resumed = resuming()
         is_behind = resumed.load(store) and not sealing.step
         hashed = "" if is_behind else resumed.digest or digest_of(sealing.image({}))
-        offers, manifest = _exchange_offers(sealing, round_, store, "resumed", hashed)
+        offers, manifest = _exchange_offers(sealing, round_, store, "resumed", hashed, verified)
     source = elect(offers)
     compare_manifests([one.manifest for one in offers], manifest, round_, store, "manifest")
     step = offers[source].step
@@ -174,7 +182,12 @@ def digest_of(image: Image) -> str:
 
 
 def _exchange_offers(
-    sealing: Sealing, round_: Round, store: Store, name: str, hashed: str
+    sealing: Sealing,
+    round_: Round,
+    store: Store,
+    name: str,
+    hashed: str,
+    verified: dict[str, Any],
 ) -> tuple[list[StateOffer], list[list[str]]]:
     manifest, manifest_digest = described(sealing.contents)
     mine = StateOffer(
@@ -185,6 +198,7 @@ def _exchange_offers(
         lineage=sealing.lineage,
         nonce=sealing.nonce,
         **sealing.holds(),
+        **verified,
     )
     if round_.rank == 0:
         store.set("manifest", json.dumps(manifest))
@@ -219,6 +233,9 @@ def compare_manifests(
 
 def _settle(sealing: Sealing, offers: list[StateOffer], source: int, round_: Round) -> None:
     mine, step = offers[round_.rank], offers[source].sealed
+    if sealing.has_gone_back and mine.sealed < step:
+        # Unlike others that are one step behind, it is not as it was after that step's passes.
+        mine = offers[round_.rank] = replace(mine, kept=False)
     if not mine.kept:
         return
     if mine.sealed < step - 1:

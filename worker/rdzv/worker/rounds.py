@@ -121,6 +121,14 @@ class NoSourceError(WorkerError):
     """No rank holds the step from which the round should continue."""
 
 
+class OddReplicaError(WorkerError):
+    """This rank's state differs from that of most other ranks; its node leaves the job."""
+
+
+class ReplicasDifferError(WorkerError):
+    """The states of ranks differ, and nothing shows which are right."""
+
+
 def warn(round_: Round | None, text: str) -> None:
     rank = "" if round_ is None else f"rank {round_.rank}: "
     sys.stderr.write(f"rdzv: {rank}warning: {text}\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from .contents import (
     Contents,
     Image,
+    Shape,
     captured_rng,
     image_of,
     parameters_of,
@@ -24,7 +25,7 @@ from .contents import (
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
 from .snapshot_slot import Content
-from .staging import equal_bits
+from .staging import copiers, copy_all, equal_bits, events
 
 
 class Sealing:
@@ -50,6 +51,10 @@ class Sealing:
         self._sealed: _Copy | None = None
         self._before: _Copy | None = None
         """The copy of the previous step, to which a rank with a sharded state may go back."""
+        self._verified: tuple[int | None, _Copy, Image | None, Image] | None = None
+        """The verified step: its small values, a copy of its tensors if held, and their shapes."""
+        self.has_gone_back = False
+        """Whether this rank is at its verified step, which may not be the last that it sealed."""
         self._before_step: Callable[[], None] | None = None
         self._place = (0, 1)
         """The rank and world size of the round."""
@@ -151,6 +156,41 @@ class Sealing:
         self.torn = False
         self.is_redo = False
 
+    def hold_verified(self, *, with_tensors: bool) -> None:
+        """Copy the sealed step, to which `go_back` returns, to the CPU."""
+        assert self._sealed is not None
+        former = self._verified[2] if self._verified is not None else None
+        image = image_of(self.step or 0, self.contents.parameters(), self.contents, {})
+        shapes, held = image.shapes(), None
+        if with_tensors:
+            reused = dict(former.tensors()) if former is not None else {}
+
+            def place(name: str, one: Tensor) -> Tensor:
+                shape = Shape(tuple(one.shape), one.dtype, "cpu")
+                return (
+                    reused[name] if name in reused and shape.fits(reused[name]) else shape.empty()
+                )
+
+            held = image.mapped(place)
+            tensors = [one for _, one in image.tensors()]
+            places = [one for _, one in held.tensors()]
+            copy_all(tensors, places, events(tensors), copiers())
+        self._verified = (self.step, self._sealed, held, shapes)
+
+    def go_back(self) -> int:
+        """Return to the verified step; without its tensors, this rank is torn. Returns the step."""
+        if self._verified is None:
+            return 0  # It has not begun to train.
+        step, sealed, held, shapes = self._verified
+        self.wait_for_copy()
+        if held is not None:
+            image = replace(held.with_optimizers_on(shapes), small=sealed.small)
+            put_back(image, self.contents, self.contents.parameters(), [])
+        self.step, self._sealed = step, sealed
+        self.torn, self.has_gone_back = held is None, True
+        sealed.put_back(self.contents)
+        return step or 0
+
     def roll_back(self) -> None:
         assert self._sealed is not None
         self._sealed.put_back(self.contents)
@@ -167,7 +207,7 @@ class Sealing:
         self.roll_back_local()
 
     def _seal(self) -> None:
-        last = self._sealed
+        last, self.has_gone_back = self._sealed, False
         self._before = last if self.shards.parts is not None else None
         self._sealed = _Copy(self.contents, last)
 

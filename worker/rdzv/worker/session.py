@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -28,6 +28,7 @@ from .healing import heal
 from .link import Go, Link, Release, process_link
 from .resuming import Resuming
 from .rounds import (
+    ReplicasDifferError,
     Round,
     RoundOver,
     WorkerError,
@@ -40,6 +41,7 @@ from .rounds import (
 from .shards import Parts, add_parts
 from .snapshots import Snapshots
 from .state import State
+from .verifying import Verifying
 
 if TYPE_CHECKING:
     from .sealing import Sealing
@@ -86,6 +88,7 @@ class Session:
         self._options = options
         self._link = link
         self.snapshots = Snapshots(state._sealing, link, state._snapshot_every)
+        self.verifying = Verifying(state._sealing, state._verify_every, self._leave_round)
         self._resuming: Resuming | None = None
         self.groups: RoundGroups | None = None
         """The groups of the latest round."""
@@ -135,13 +138,22 @@ class Session:
         assert groups is not None and round_ is not None
         if not groups.has_failed(is_in_step=self._sealing.is_in_step):
             return
+        step = (self._sealing.step or 0) + 1
+        self._leave_round(
+            f"step {step} is not committed: a connection has ended, so one of its collectives may "
+            "have failed"
+            if groups.shows_failure
+            else ""
+        )
+
+    def _leave_round(self, reason: str) -> NoReturn:
+        """Wait for the round's end; if it does not come, report the reason."""
+        round_ = self._round
+        assert round_ is not None
+        if self._link is None:
+            raise ReplicasDifferError(reason)
         over = RoundOver(leaving=round_.leaving)
-        if groups.shows_failure:
-            step = (self._sealing.step or 0) + 1
-            reason = (
-                f"step {step} is not committed: a connection has ended, so one of its collectives "
-                "may have failed"
-            )
+        if reason:
             over.args = (reason,)
             warn(round_, reason)
         self._await_end(over)
@@ -157,6 +169,7 @@ class Session:
     def add(self, entries: Mapping[str, Any], *, hold_last: bool) -> None:
         round_, groups = self._round, self.groups
         assert round_ is not None and groups is not None and groups.store is not None
+        self.verifying.refuse_shards()
         parts = Parts(entries, round_.rank, round_.world_size)
         try:
             add_parts(
@@ -214,9 +227,11 @@ class Session:
         self._ended_between_steps = False
         expected_step = go.step if go else None
         self._resuming = None
-        healed = heal(self._sealing, round_, groups.store, expected_step, self._resume)
+        verifying = self.verifying
+        healed = heal(self._sealing, round_, groups.store, expected_step, self._resume, verifying)
         self.snapshots.begin_round(round_)
         self._sealing.begin_round(round_.rank, round_.world_size, self._before_step)
+        verifying.begin_round()
         if self._link is not None:
             self._link.resumed(
                 round=round_.number,

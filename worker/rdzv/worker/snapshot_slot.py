@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .contents import Image, Shape, packed, unpacked
 from .slot_format import TENSORS_AT, Header, SealedMemory, SnapshotError
-from .staging import copy_all, digest, readers
+from .staging import digest, readers
 
 _ALIGNMENT = 64
 
@@ -83,9 +83,7 @@ class Slot(SealedMemory):
         images = {name: image.filled(places) for name, image in shapes.items()}
         if not in_place:
             for name, image in images.items():
-                copies = [shape.empty() for shape in shapes[name].optimizer_tensors()]
-                copy_all(image.optimizer_tensors(), copies, [], readers())
-                images[name] = image.filled(iter([*image.parameters.values(), *copies]))
+                images[name] = image.with_optimizers_on(shapes[name])
         return Content(own, images)
 
     def shapes(self, header: Header) -> dict[str, Image]:

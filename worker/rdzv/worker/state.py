@@ -32,19 +32,31 @@ class State:
     from random numbers before the first batch of a round are not restored.
     """
 
-    def __init__(self, *, snapshot_every: int | None = None, **entries: Any) -> None:
+    def __init__(
+        self,
+        *,
+        snapshot_every: int | None = None,
+        verify_every: int | None = None,
+        **entries: Any,
+    ) -> None:
         """Store the entries. Raises `WorkerError` for an entry that a new round would break.
 
         The state is saved in this node's memory every `snapshot_every` steps, as by `save`. If
         None, it is saved only when `save` is called.
+
+        All ranks compare their parameters and optimizer state every `verify_every` steps, and after
+        the first of each round. A rank that differs from most others raises `OddReplicaError`, and
+        its node leaves the job; if no majority agrees, `ReplicasDifferError` is raised.
         """
-        if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
-            raise ValueError(f"snapshot_every is {snapshot_every!r}; give 1 step or more, or None")
+        for name, every in (("snapshot_every", snapshot_every), ("verify_every", verify_every)):
+            if every is not None and (type(every) is not int or every < 1):
+                raise ValueError(f"{name} is {every!r}; give 1 step or more, or None")
         taken = sorted(set(entries) & {name for name in dir(State) if not name.startswith("__")})
         if taken:
             raise ValueError(f"State uses the name {taken[0]!r} itself: choose another name")
         object.__setattr__(self, "_sealing", Sealing(entries))
         object.__setattr__(self, "_snapshot_every", snapshot_every)
+        object.__setattr__(self, "_verify_every", verify_every)
         object.__setattr__(self, "_session", None)
         object.__setattr__(self, "_on_park", [])
 
@@ -144,6 +156,7 @@ class State:
         session = self._running("commit")
         session.refuse_failed_step()
         self._sealing.commit()
+        session.verifying.committed()
         session.snapshots.committed()
         session.check(between_steps=True)
 

@@ -40,6 +40,7 @@ from rdzv.agent.core.stopping import (
 )
 from rdzv.core.commands import Fail, ReportStoreHost, ReportStuck, Succeed
 from rdzv.core.model import UNMOVED, Assignment, LeaveCause, Result
+from rdzv.core.root_cause import is_odd_replica
 from rdzv.structs import replace, struct
 
 _RESUME_LEAST_MS = 600_000
@@ -318,7 +319,7 @@ def _note_failure(work: Work, event: events.WorkerExited | events.WorkerSuspecte
 
     A suspect may end the round before the exit that broke its collective is detected. So an exit
     still counts if nothing sent to the worker explains it; the join reports it before the server
-    charges the end of the round.
+    charges the end of the round. A node with an odd replica leaves, and thus reports it at once.
     """
     state = work.state
     failure = events.ended_worker(event, state.assignment, work.now_ms)
@@ -327,9 +328,13 @@ def _note_failure(work: Work, event: events.WorkerExited | events.WorkerSuspecte
     if stopping and not by_itself:
         return
     work.state = replace(state, failures=(*state.failures, failure))
-    if state.phase is Phase.RUNNING:
+    is_odd = is_odd_replica(failure)
+    if state.phase is Phase.RUNNING or is_odd:
         work.do(Fail(*state.speaker, state.run, event.round, work.state.evidence))
+    if state.phase is Phase.RUNNING:
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
+    if is_odd:
+        _note_unhealthy(work, events.Unhealthy(event.round, failure.message.partition(": ")[2]))
 
 
 def _note_suspect(work: Work, event: events.WorkerSuspected) -> None:

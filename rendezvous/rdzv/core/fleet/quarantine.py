@@ -9,7 +9,8 @@ service,
   SIGKILL) or those of two jobs; an exception, an exit code or a hang in one job alone is the job's;
 * one run gets at most one node quarantined: if it keeps failing elsewhere, it is the job's fault;
 * only a limited number of nodes is quarantined at a time, and never the only one;
-* a failed connection is not a strike, because the other end went away;
+* a failed connection is not a strike, because the other end went away, nor is a difference between
+  replicas if no majority shows which is wrong;
 * only daemons are judged. Users who start rdzvrun on a node choose that node themselves.
 
 This module is pure: the record is a value, stored by its owner, and `judge` returns the next one.
@@ -24,7 +25,7 @@ from typing import Annotated
 
 from rdzv.core.events import Event, NodeNotQuarantined, NodeQuarantined, NodeStuck, RoundSettled
 from rdzv.core.model import Cause, Failure
-from rdzv.core.root_cause import describe_failure, is_connection_error
+from rdzv.core.root_cause import describe_failure, is_connection_error, names_of_end
 from rdzv.core.words import duration, listed
 from rdzv.structs import Duration, replace, setting, struct
 
@@ -121,6 +122,8 @@ def strikes_in(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> 
             case RoundSettled(cause=Cause.WORKER_FAILURE, root_cause=Failure() as failure):
                 machine = _points_to_machine(failure)
                 if is_connection_error(failure) or failure.finished:
+                    continue
+                if "ReplicasDifferError" in names_of_end(failure):
                     continue
                 node_id, reason = failure.node_id, describe_failure(failure)
             case NodeStuck():

@@ -22,6 +22,7 @@ from rdzv.core.model import (
     StuckWorkers,
     is_placeholder,
 )
+from rdzv.core.root_cause import is_odd_replica
 from rdzv.core.rounds.ranks import longest_stop_ms, participant_of
 from rdzv.core.shared_map import put, without
 from rdzv.structs import replace
@@ -204,7 +205,7 @@ def depart(
     departures = (*work.membership.departures, departure)[-MAX_DEPARTURES:]
     work.store(replace(work.membership, departures=departures))
     if (submission := work.membership.submission) is not None:
-        if cause is LeaveCause.START_FAILED:
+        if cause is LeaveCause.START_FAILED or _had_odd_replica(work, node_id):
             work.store_submission(submission.with_declined(node_id, reason))
         else:
             work.store_submission(submission.without((node_id,)))
@@ -213,6 +214,12 @@ def depart(
         work.events.append(events.NodeLost(node_id, reason, departure.may_run, silent_ms))
     else:
         work.events.append(events.NodeLeft(node_id, reason))
+
+
+def _had_odd_replica(work: Draft, node_id: str) -> bool:
+    round_ = work.membership.round
+    failures = round_.end.failures if round_ is not None and round_.end is not None else ()
+    return any(one.node_id == node_id and is_odd_replica(one) for one in failures)
 
 
 def _offer_of(state: State, node_id: str) -> Offer:
