@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cluster import FORK_ALL, QUICK_TORCH
 
 from tests.support.accounts import needs_root
@@ -139,7 +138,7 @@ def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Jo
 def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
     tmp_path: Path, undisturbed: Callable[[str], Job], function: str
 ) -> None:
-    """The runner writes it when no worker is left; torch reads it without us."""
+    """The runner writes it when no worker is left. Any number of workers reads it."""
     disk = (f"--snapshot-dir={tmp_path / 'disk'}", "--max-restarts=0")
     with job(
         tmp_path / "b", function, disk, faults=stopped_in(KILLED_IN), snapshot_every=5
@@ -149,8 +148,6 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
     (folder,) = (tmp_path / "disk").iterdir()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["step"] in (5, 10)
-    for part in manifest["parts"]:
-        assert torch.load(folder / part["file"], weights_only=True)["step"] == manifest["step"]
     with job(tmp_path / "c", function, disk) as resumed:
         begun = resumed.wait_for("begin", 2, round=0)
         assert {row["step"] for row in begun} == {manifest["step"]}
@@ -159,9 +156,7 @@ def test_a_run_that_has_failed_goes_on_from_disk_in_a_new_one(
     if function == "train_sharded":
         assert undisturbed(function).ends() == resumed.ends()
         with job(tmp_path / "d", function, (*disk, "--nproc-per-node=1")) as alone:
-            assert alone.wait_for("begin", 1)[0]["step"] == 0
-            refused = "its 2 parts were saved by 2 ranks, but this round has 1: start 2, or load"
-            assert refused in alone.text
+            assert alone.wait_for("begin", 1)[0]["step"] == manifest["step"]
             alone.finish()
     else:  # The random numbers of LOCAL_RANK 1 are not on disk.
         assert len(resumed.lines("step")) == 2 * (STEPS - manifest["step"])

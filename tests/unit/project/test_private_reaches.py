@@ -55,6 +55,7 @@ REASONS: dict[str, dict[str, str]] = {
         "saving._running": STATE,
     },
     "support/kept_workers.py": {"multiprocessing.current_process()._config": PYTHON},
+    "support/sharded_checkpoints.py": {"state._sealing": STATE},
     "support/quick_torch/sitecustomize.py": {
         "module._C": TORCH,
         "core._set_generator_metaclass": TORCH,

@@ -269,14 +269,14 @@ def test_a_rank_without_a_snapshot_gets_what_another_has_loaded(
     assert bits(sealings[1]) == bits(sealings[0]) == bits(last)
 
 
-def sharded(rank: int) -> tuple[Sealing, Parts]:
+def sharded(rank: int, entry: str = "part") -> tuple[Sealing, Parts]:
     """A state as a rank of two has it: all of one module, and a part of another."""
     torch.manual_seed(rank)
     sealing, part = sealing_of(), nn.Linear(4, 2)
     with pytest.MonkeyPatch.context() as patched:
         # Sharding it would need a group of two processes.
         patched.setattr(shards, "place_of", lambda *_: Place(rank, 2))
-        return sealing, Parts({"part": part}, rank, 2)
+        return sealing, Parts({entry: part}, rank, 2)
 
 
 def save_part(runner: Runner, rank: int, steps: int, *, redone_in: int | None = None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,26 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_resuming import Runner, bits, resume, sealing_of, step_of, train
+from test_resuming import (
+    Runner,
+    bits,
+    resume,
+    round_of,
+    save_part,
+    sealing_of,
+    sharded,
+    step_of,
+    train,
+)
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from rdzv.worker import snapshot_files, write_snapshots
+from rdzv.worker import MismatchError, WorkerError, snapshot_files, write_snapshots
+from rdzv.worker.shards import add_parts
 from rdzv.worker.slot_format import Header, SnapshotError
 from rdzv.worker.snapshot_files import StepWriter, whole_steps
+from rdzv.worker.snapshot_slot import Slot
 
 pytestmark = pytest.mark.slow
 
@@ -69,19 +87,23 @@ def test_a_new_run_goes_on_from_disk_with_any_number_of_workers(
     assert f"rank 0: resumed from the snapshot of step 3 in {folder}/step-000000003.run-1.0" in said
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_it_without_us(runner: Runner, folder: Path) -> None:
     last = train(runner, 3)
     write(runner, folder, 3)
     (step,) = folder.iterdir()
-    saved = torch.load(step / "part-00000-of-00001.pt", weights_only=True)
     other = sealing_of()
     model, optimizer = other.contents.modules["model"], other.contents.optimizers["optimizer"]
-    model.load_state_dict(saved["state"]["modules"]["model"])
-    optimizer.load_state_dict(saved["state"]["optimizers"]["optimizer"])
+    states = get_state_dict(model, optimizer)
+    saved = {"model": states[0], "optimizer": states[1], "step": 0}
+    checkpoint.load(saved, checkpoint_id=step, no_dist=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+    )
     assert bits(other) == bits(last)
-    assert saved["step"] == 3 and saved["state"]["values"] == {"step": 3}
+    assert saved["step"] == 3
     manifest = json.loads((step / "manifest.json").read_text())
-    assert manifest["step"] == 3 and manifest["parts"][0]["file"] == "part-00000-of-00001.pt"
+    assert manifest["step"] == 3 and set(manifest["files"]) == {".metadata", "__0_0.distcp"}
 
 
 def test_memory_goes_before_disk(runner: Runner, folder: Path) -> None:
@@ -154,24 +176,22 @@ def test_a_damaged_file_is_found_wherever_the_bit_is_and_the_step_before_is_used
     write(runner, folder, 2)
     write(runner, folder, 3)
     old, new = whole_steps(folder)
-    file = new.part(0)
-    whole = file.read_bytes()
-    with zipfile.ZipFile(file) as archive:
-        # What lies between the records is not read by anyone.
-        places = [
-            whole.index(archive.read(one)) + one.file_size // 2
-            for one in archive.infolist()
-            if one.file_size
-        ]
-    for place in places:
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    for name, (size, _) in new.files.items():
+        file = new.folder / name
+        whole = file.read_bytes()
+        for place in range(0, size, 97):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            assert not new.is_sound(new.header)
+        sealings, _ = new_processes(1)
+        assert [one.step for one in sealings] == [2]
+        assert f"step 3 in {new.folder} is damaged, so it is ignored" in capsys.readouterr().err
+        file.write_bytes(whole[: size - 1])
         assert not new.is_sound(new.header)
-    sealings, _ = new_processes(1)
-    assert [one.step for one in sealings] == [2]
-    assert f"step 3 in {new.folder} is damaged, so it is ignored" in capsys.readouterr().err
+        file.unlink()
+        assert not new.is_sound(new.header)
+        file.write_bytes(whole)
+        assert new.is_sound(new.header)
     assert old.is_sound(old.header)
-    file.write_bytes(whole[:-1000])
-    assert not new.is_sound(new.header)
 
 
 def test_a_damaged_manifest_is_said_and_the_step_before_is_used(
@@ -182,7 +202,7 @@ def test_a_damaged_manifest_is_said_and_the_step_before_is_used(
     write(runner, folder, 3)
     manifest = whole_steps(folder)[-1].folder / "manifest.json"
     text = manifest.read_text()
-    for wrong in (text[:40], "", "[]", text.replace('"format": 1', '"format": 2')):
+    for wrong in (text[:40], "", "[]", text.replace('"format": 2', '"format": 3')):
         manifest.write_text(wrong)
         assert [one.step for one in new_processes(2)[0]] == [2, 2]
         said = capsys.readouterr().err
@@ -205,16 +225,18 @@ def test_a_step_of_which_a_part_is_missing_is_none(runner: Runner, folder: Path)
     train(runner, 3)
     write(runner, folder, 3)
     (older,) = whole_steps(folder)
-    writer = StepWriter(folder, "run-1", replace(older.header, step=4, shards=2))
-    writer.folder.mkdir()
-    parts = [writer.folder / f"part-{shard:05d}-of-00002.pt" for shard in range(2)]
-    parts[0].write_bytes(b"its content")
-    assert not writer.finish(keep=1)
-    assert [one.folder for one in whole_steps(folder)] == [older.folder]
-    parts[1].write_bytes(b"the other's")
-    assert writer.finish(keep=1)
-    assert [one.folder for one in whole_steps(folder)] == [writer.folder]
-    assert not older.folder.exists()
+    nodes = [Runner(), Runner()]
+    try:
+        for rank, node in enumerate(nodes):
+            save_part(node, rank, 4)
+        assert not write(nodes[0], folder, 4, keep=1)
+        assert [one.folder for one in whole_steps(folder)] == [older.folder]
+        assert write(nodes[1], folder, 4, keep=1)
+        (newer,) = whole_steps(folder)
+        assert newer.header.shards == 2 and not older.folder.exists()
+    finally:
+        for node in nodes:
+            node.close()
 
 
 def test_an_incomplete_step_is_removed_once_nobody_writes_to_it_any_more(
@@ -303,9 +325,43 @@ def test_what_another_node_has_written_is_not_written_again(runner: Runner, fold
     train(runner, 3)
     write(runner, folder, 3)
     (step,) = whole_steps(folder)
-    before = step.part(0).stat()
+    part = step.folder / "__0_0.distcp"
+    before = part.stat()
     assert write(runner, folder, 3)
-    assert step.part(0).stat() == before and whole_steps(folder) == [step]
+    assert part.stat() == before and whole_steps(folder) == [step]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_two_nodes_may_write_a_part_at_the_same_time(
+    folder: Path, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of a run. Their random numbers differ, and so do their files."""
+    if not has_links:
+
+        def link(*_: Path) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", link)
+    nodes = [Runner(), Runner()]
+    for rank, node in enumerate(nodes):
+        train(node, 3, rank)
+
+    def meanwhile() -> None:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        for path in folder.rglob("*"):
+            os.utime(path, (0, 0))  # It does not wait for the other one.
+        assert write(nodes[1], folder, 3)
+
+    opened = [Slot(memoryview(mmap.mmap(fd, nodes[0].size))) for fd in nodes[0].fds]
+    slot, header = max(((one, one.header()) for one in opened), key=lambda one: one[1].step)
+    writer = StepWriter(folder, "run-1", header)
+    writer.write(header, slot.read(header, in_place=True), slot.head_bytes(header), meanwhile)
+    assert writer.finish(keep=2)
+    (step,) = whole_steps(folder)
+    assert step.is_sound(step.header)
+    assert not list(folder.rglob("*.tmp"))
+    for node in nodes:
+        node.close()
 
 
 def test_a_step_that_another_round_repeats_is_written_to_a_folder_of_its_own(
@@ -337,3 +393,33 @@ def test_numpys_generator_is_on_disk_if_numpy_is_used(runner: Runner, folder: Pa
     content = step.read(step.header)
     _, keys, *_ = content.own["rng"]["numpy"]
     assert keys == state[1].tolist()
+
+
+def test_parts_on_disk_are_loaded_when_the_script_adds_its_objects(folder: Path) -> None:
+    """These parts differ, as local experts do: another number of ranks cannot share them."""
+    nodes = [Runner(), Runner()]
+    for rank, node in enumerate(nodes):
+        save_part(node, rank, 3)
+        write(node, folder, 3)
+        node.close()
+    assert new_processes(3)[1] == [False] * 3
+    sealings, found = new_processes(2)
+    assert found == [True, True] and [one.step for one in sealings] == [3, 3]
+    for sealing in sealings:
+        with pytest.raises(WorkerError, match=r"called before state\.add\(\) in this round"):
+            sealing.commit()
+
+    def add(entry: str) -> list[Any]:
+        store, parts = HashStore(), [sharded(rank, entry)[1] for rank in range(2)]
+
+        def of_rank(rank: int) -> Any:
+            with suppress(MismatchError):
+                add_parts(sealings[rank], parts[rank], round_of(0, rank), store, holds_last=False)
+                return parts[rank].contents.modules[entry].weight.unique().tolist()
+
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(of_rank, range(2)))
+
+    assert add("another") == [None, None]
+    assert add("part") == [[3.0], [13.0]]
+    assert [one.shards.on_disk for one in sealings] == [None, None]

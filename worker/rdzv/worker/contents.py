@@ -101,6 +101,18 @@ class Contents:
             found.append([f"{name}.param_groups", f"with {sizes} parameters"])
         return found
 
+    def layout(self) -> Layout:
+        """Return what tensors' names and bits do not tell of their places in the whole state."""
+        names = {id(one): name for name, one in self._all_parameters()}
+        tensors = (*self.parameters(), *self.outside(), *self.buffers())
+        return Layout(
+            {
+                name: [names.get(id(one), str(n)) for n, one in enumerate(parameters_of(optimizer))]
+                for name, optimizer in self.optimizers.items()
+            },
+            {name: Chunk.of(one) for name, one in tensors if is_sharded(one)},
+        )
+
     def refuse_shards(self) -> None:
         for name, parameter in self._all_parameters():
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
@@ -202,6 +214,36 @@ def cannot_broadcast(name: str, error: Exception) -> CannotBroadcastError:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Where a rank's part of a sharded tensor belongs."""
+
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> Chunk:
+        (chunk,) = tensor.__create_chunk_list__()
+        return cls(tuple(tensor.shape), tuple(chunk.offsets))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a state's tensors belong together."""
+
+    names: dict[str, list[str]]
+    """The parameters of each optimizer, in its order."""
+    chunks: dict[str, Chunk]
+    """The sharded parameters and buffers."""
+
+    def fqns(self, optimizer: str) -> list[str]:
+        """Name an optimizer's parameters as torch does: without its module, if there is one."""
+        names = self.names[optimizer]
+        is_only = len({name.partition(".")[0] for name in names}) == 1
+        return [name.partition(".")[2] for name in names] if is_only else names
+
+
+@dataclass(frozen=True)
 class Shape:
     """Stands for a tensor that is stored or sent separately."""
 
@@ -236,7 +278,9 @@ class Image:
     and whether the value is sharded like its parameter.
     """
     small: dict[str, Any]
-    """Buffers, optimizers' groups, states of objects, and plain values, by kind and name."""
+    """Buffers, optimizers' groups, states of objects, and plain values, by kind and name; in a
+    snapshot and for a sharded state, the `layout`, too.
+    """
 
     def tensors(self) -> list[tuple[str, Any]]:
         """List all tensors or shapes, except the small ones, with their names."""

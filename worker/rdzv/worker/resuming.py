@@ -102,7 +102,7 @@ class Found:
     @property
     def bytes(self) -> int:
         if isinstance(self.held, WholeStep):
-            return self.held.bytes_of(self.header.shard)
+            return self.held.bytes
         return self.header.bytes
 
     def belongs_to(self, mark: Mark) -> bool:
@@ -246,15 +246,20 @@ class Resuming:
                     step.mark_loaded(nonce)
 
     def _on_disk(self, folder: str) -> list[Found]:
-        """List the steps on disk that this rank can load: its part, or one for each node."""
+        """List the steps on disk that this rank can load.
+
+        A state that is the same on all ranks is read by one rank of each node. All ranks read a
+        sharded one, of which each first verifies a share of the files.
+        """
         found = []
         # The folder is shared, so one rank on each node says what cannot be read.
         say = self._refuse if self._round.local_rank == 0 else None
         for step in whole_steps(Path(folder), say) if folder else []:
-            shards, rank = step.header.shards, self._round.rank
-            holds = self._round.local_rank == 0 if shards == 1 else rank < shards
-            part = Found(step, replace(step.header, shard=0 if shards == 1 else rank))
-            if holds and self._fits(part):
+            header = replace(step.header, shards=1)
+            if header.part:
+                header = replace(header, shard=self._round.rank, shards=self._round.world_size)
+            part = Found(step, header)
+            if (header.part or self._round.local_rank == 0) and self._fits(part):
                 found.append(part)
         return found
 
@@ -263,6 +268,8 @@ class Resuming:
         reason = ""
         if header.state != described(self._sealing.contents)[1]:
             reason = "its state has other names, sizes or types"
+        elif isinstance(found.held, WholeStep):
+            reason = found.held.why_not(self._round.world_size)
         elif header.part and header.world_size != self._round.world_size:
             before, now = header.world_size, self._round.world_size
             reason = (
@@ -285,7 +292,13 @@ class Resuming:
         return False
 
     def _read(self, one: Found) -> None:
-        content = one.held.read(one.header)
+        if isinstance(one.held, WholeStep):
+            content = one.held.read(self._round, state=self._sealing.contents)
+            if one.header.part:
+                place = Place(self._round.rank, self._round.world_size)
+                self._sealing.shards.place, self._sealing.shards.on_disk = place, one.held
+        else:
+            content = one.held.read(one.header)
         if "state" in content.images:
             self._sealing.load(content.images["state"])
             if list(content.images) == ["state"]:

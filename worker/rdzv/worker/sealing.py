@@ -99,7 +99,8 @@ class Sealing:
         images = {}
         if with_state or parts is not None:
             tensors = [*contents.parameters(), *sealed.outside()]
-            images["state"] = image_of(step, tensors, contents, sealed.small)
+            small = {**sealed.small, "layout": contents.layout()}
+            images["state"] = image_of(step, tensors, contents, small)
         if parts is not None:
             images["part"] = parts.image(step, self.shards.small, clone=False)
         own = {"rng": sealed.rng, "buffers": sealed.small["buffers"], "place": self._place}

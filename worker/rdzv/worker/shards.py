@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,13 +25,15 @@ from .contents import (
     small_of,
 )
 from .healing import compare_manifests, transfer
-from .rounds import NoSourceError, UnsupportedError, WorkerError, exchange
+from .rounds import MismatchError, NoSourceError, UnsupportedError, WorkerError, exchange
+from .snapshot_files import whole_step
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from .rounds import Round
     from .sealing import Sealing
+    from .snapshot_files import WholeStep
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,12 @@ class Parts:
         # parameters.
         self._tensors = self.contents.parameters() + self.contents.outside()
         self._buffers = self.contents.buffers()
+        self._layout = self.contents.layout()
         self.place = place_of(self._tensors, rank, world_size)
 
     def small(self) -> dict[str, Any]:
-        return small_of(self.contents, {name: local(one).clone() for name, one in self._buffers})
+        buffers = {name: local(one).clone() for name, one in self._buffers}
+        return {**small_of(self.contents, buffers), "layout": self._layout}
 
     def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
         image = image_of(step, self._tensors, self.contents, small)
@@ -81,6 +86,8 @@ class Shards:
         """This rank's part between rounds, by step: at most the last two sealed steps."""
         self._copies: dict[int, Image] = {}
         """Other parts whose snapshots were found here, held until the script adds its objects."""
+        self.on_disk: WholeStep | None = None
+        """The step from which all ranks load their parts when the script adds its objects."""
         self._last: Image | None = None
         """The part as it was before the latest optimizer step."""
         self.small: dict[str, Any] = {}
@@ -112,6 +119,7 @@ class Shards:
         self.parts, self.place = parts, parts.place
         self._holds_last = holds_last
         self._held, self._copies, self._last, self.is_touched = {}, {}, None, False
+        self.on_disk = None
         self.small = parts.small()
         self.is_missing = False
 
@@ -123,7 +131,7 @@ class Shards:
             self.is_touched = True
 
     def commit(self) -> None:
-        if self._held or self.is_missing:
+        if self._held or self.on_disk or self.is_missing:
             raise WorkerError(
                 "state.commit() was called before state.add() in this round: a sharded model is "
                 "built anew in each round, and added before its first step"
@@ -176,6 +184,8 @@ class Claim:
     held: list[int]
     held_shards: int
     manifest: str
+    on_disk: str = ""
+    """The folder of the step that all ranks were to load from disk, if it was not loaded yet."""
 
 
 def add_parts(
@@ -184,9 +194,10 @@ def add_parts(
     """Load the state into the objects that the script has added. All ranks call it together.
 
     A rank that holds its part receives nothing. Any other rank receives its part from a rank that
-    has the same part (HSDP) or has found a copy of it. Blocks while ranks are missing. Raises, on
-    all ranks, `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank
-    holds a part.
+    has the same part (HSDP) or has found a copy of it. From a step on disk, each rank reads its
+    part, however the state is divided now. Blocks while ranks are missing. Raises, on all ranks,
+    `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank holds a
+    part.
     """
     shards, step = sealing.shards, sealing.step
     held = shards.all_held(step)
@@ -197,13 +208,16 @@ def add_parts(
         held=sorted(held),
         held_shards=shards.place.shards,
         manifest=hashed,
+        on_disk=str(shards.on_disk.folder) if shards.on_disk else "",
     )
     if round_.rank == 0:
         store.set("manifest of parts", json.dumps(manifest))
     claims = [Claim(**one) for one in exchange(store, round_, "part", asdict(mine))]
     hashes = [one.manifest for one in claims]
     compare_manifests(hashes, manifest, round_, store, "manifest of parts")
-    if step:
+    if folder := next((one.on_disk for one in claims if one.on_disk), ""):
+        _read_parts(parts, whole_step(Path(folder)), round_, hashed)
+    elif step:
         image = held.get(parts.place.shard)
         for shard, source in sources(claims).items():
             to = [n for n, one in enumerate(claims) if one.shard == shard and shard not in one.held]
@@ -215,6 +229,17 @@ def add_parts(
         assert image is not None
         parts.put_back(image)
     sealing.add(parts, holds_last=holds_last)
+
+
+def _read_parts(parts: Parts, step: WholeStep, round_: Round, manifest: str) -> None:
+    if step.header.part != manifest:
+        raise MismatchError(
+            f"what state.add() was given has other names, sizes or types than the snapshot in "
+            f"{step.folder}"
+        )
+    if reason := step.why_not(round_.world_size):
+        raise NoSourceError(f"cannot load the snapshot in {step.folder}: {reason}")
+    parts.put_back(step.read(round_, part=parts.contents).images["part"])
 
 
 def sources(claims: list[Claim]) -> dict[int, int]:

@@ -1,41 +1,46 @@
 """Snapshots on disk: how they are written, found and read.
 
-    DIR/step-000000480.RUN.ROUND/    one step of a state
-        part-00000-of-00002.pt       one file per part, made by torch.save: dicts and tensors
-        manifest.json                written last; without it, the step is not whole
+    DIR/step-000000480.RUN.ROUND/    one step, as torch.distributed.checkpoint (DCP) writes it
+        __0_0.distcp                 one file per part, with an index at its end
+        .metadata                    DCP's: which chunks of which tensors are where in the files
+        manifest.json                which step of which run it is, and the files' digests
         loaded.RUN                   empty: that run has gone on from this step
 
 A part is written under a temporary name, synced and then renamed, so a file with a part's final
-name is complete. Each node writes the parts that it holds. The last node to finish writes the
-manifest, and only then removes older steps. So an incomplete step never replaces a whole one. Steps
-of runs that this one has not gone on from are left alone: it may have been unable to load them.
+name is complete. Each node writes the parts that it holds. The last node to finish writes
+`.metadata`, then the manifest, without which the step is not whole, and only then removes older
+steps. So an incomplete step never replaces a whole one. Steps of runs that this one has not gone on
+from are left alone: it may have been unable to load them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
+import struct
 import time
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from .contents import Image, is_tensor
 from .slot_format import Header, SnapshotError
-from .snapshot_slot import Content
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from .contents import Contents
+    from .rounds import Round
+    from .snapshot_slot import Content
 
-_MANIFEST = "manifest.json"
+FORMAT = 2
+
+_MANIFEST, _METADATA = "manifest.json", ".metadata"
 _LOADED = "loaded."
 _COMMON = ("step", "lineage", "shards", "world_size", "state", "part")
 """The fields that are equal in all of a step's parts."""
@@ -45,6 +50,8 @@ _ABANDONED_S = 60.0
 _LEFTOVER_S = 3600.0
 """How long an incomplete step must remain unchanged to be removed once another is whole."""
 _POLL_S = 0.5
+_INDEX_AT = struct.Struct(">Q")
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,16 @@ class WholeStep:
     run: str
     header: Header
     """The fields common to all parts; `shard` and `rank` are 0."""
+    ranks_differ: bool
+    """Whether tensors that are not sharded differ between parts (local experts), so that only the
+    ranks that saved them can load them.
+    """
+    files: dict[str, tuple[int, str]]
+    """The size and digest of each file."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
 
     def mark_loaded(self, nonce: str) -> None:
         """Note that the training with this nonce goes on from here; its writer adds its run."""
@@ -69,32 +86,29 @@ class WholeStep:
         names = [one.name for one in self.folder.glob(f"{_LOADED}*")]
         return {name.removeprefix(_LOADED) for name in names}
 
-    def part(self, shard: int) -> Path:
-        return self.folder / _part_name(shard, self.header.shards)
-
-    def bytes_of(self, shard: int) -> int:
-        try:
-            return self.part(shard).stat().st_size
-        except OSError:
-            return 0
+    def why_not(self, world_size: int) -> str:
+        """Return why a round of this size cannot load it, or an empty text."""
+        before = self.header.world_size
+        if not self.ranks_differ or before == world_size:
+            return ""
+        return (
+            f"tensors that are not sharded differ between the {before} ranks that saved it, but "
+            f"this round has {world_size}: start {before}, or load a checkpoint"
+        )
 
     def is_sound(self, header: Header) -> bool:
+        """Whether one of `header.shards` equal shares of the files is undamaged."""
+        mine = sorted(self.files.items())[header.shard :: header.shards]
         try:
-            with zipfile.ZipFile(self.part(header.shard)) as archive:
-                return archive.testzip() is None
-        except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError, ValueError):
+            return all(_digest(self.folder / name, size) == said for name, (size, said) in mine)
+        except OSError:
             return False
 
-    def read(self, header: Header) -> Content:
-        """Return an undamaged part. Parameters are memory-mapped; optimizer tensors are copied."""
-        path = str(self.part(header.shard))
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        images = {
-            name: _image(saved["step"], saved[name], saved["optimizer_layout"][name])
-            for name in ("state", "part")
-            if name in saved
-        }
-        return Content(saved["own"], images)
+    def read(self, round_: Round, **wanted: Contents) -> Content:
+        """Read an undamaged step's `state` or `part` into this rank's parameters."""
+        from .checkpoints import read  # It imports what scripts without snapshots do not need.
+
+        return read(self.folder, round_.rank, round_.world_size, wanted)
 
 
 def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> list[WholeStep]:
@@ -105,7 +119,7 @@ def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> lis
             if not _STEP.fullmatch(path.name):
                 continue
             try:
-                found.append(_whole_step(path))
+                found.append(whole_step(path))
             except (FileNotFoundError, NotADirectoryError):
                 pass  # Without a manifest, it is not whole.
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -119,12 +133,15 @@ def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> lis
     return sorted(found, key=lambda one: (one.written_ms, one.header.step))
 
 
-def _whole_step(folder: Path) -> WholeStep:
+def whole_step(folder: Path) -> WholeStep:
+    """Read a step's manifest. Raises `FileNotFoundError` if it is not whole."""
     said = json.loads((folder / _MANIFEST).read_text())
     if said["format"] != FORMAT:
         raise ValueError(f"format {said['format']} is not {FORMAT}, which this version reads")
     header = Header(shard=0, rank=0, **{name: said[name] for name in _COMMON})
-    return WholeStep(folder, int(said["written_ms"]), str(said["run"]), header)
+    files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
+    written_ms, run = int(said["written_ms"]), str(said["run"])
+    return WholeStep(folder, written_ms, run, header, bool(said["ranks_differ"]), files)
 
 
 class StepWriter:
@@ -135,73 +152,118 @@ class StepWriter:
         self.all_steps, self.folder = folder, folder / name
         self._run, self._header = run, header
 
-    def write(self, header: Header, content: Content, shapes: Mapping[str, Image]) -> Path | None:
-        """Write a part and return its temporary path, or None if another node has written it."""
-        path = self.folder / _part_name(header.shard, header.shards)
+    def write(
+        self, header: Header, content: Content, head: bytes, verify: Callable[[], object]
+    ) -> bool:
+        """Write a part, unless another node has. `verify` may refuse it before it gets its name."""
+        from .checkpoints import write_part
+
+        path = self.folder / _part_name(header.shard)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not _is_left_to_us(path):
-            return None
+            return False
         free = shutil.disk_usage(self.folder).free
         if free < header.bytes:
             raise SnapshotError(
                 f"{header.bytes / 1e6:.0f} MB are needed, but only {free / 1e6:.0f} MB are free"
             )
-        temporary = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(_saved(header, content, shapes), file)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        return temporary
-
-    def give_name(self, temporary: Path) -> None:
-        temporary.replace(temporary.with_name(temporary.name.partition(".pt.")[0] + ".pt"))
-        _sync(self.folder)
-
-    def finish(self, keep: int) -> bool:
-        """Write the manifest if all parts are there, then remove all but `keep` steps."""
-        header = self._header
-        names = [_part_name(shard, header.shards) for shard in range(header.shards)]
-        try:
-            sizes = [(self.folder / name).stat().st_size for name in names]
-        except FileNotFoundError:
-            return False
-        manifest = self.folder / _MANIFEST
-        if not manifest.exists():
-            said = {
-                "format": FORMAT,
-                "run": self._run,
-                "written_ms": time.time_ns() // 1_000_000,
-                **{name: getattr(header, name) for name in _COMMON},
-                "parts": [{"file": name, "bytes": size} for name, size in zip(names, sizes)],
-            }
-            temporary = self.folder / f"{_MANIFEST}.{socket.gethostname()}.{os.getpid()}.tmp"
-            with temporary.open("w") as file:
-                json.dump(said, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(manifest)
-            _sync(self.folder)
-            _sync(self.all_steps)
-        _tidy(self.all_steps, keep, _short(self._run), header.nonce)
+        with _set_aside(path) as part:
+            index, plain = write_part(part.parent, header, content, head)
+            size = part.stat().st_size
+            with part.open("ab") as file:
+                pickle.dump((index, plain, _digest(part, size)), file)
+                file.write(_INDEX_AT.pack(size))
+            verify()
         return True
 
+    def finish(self, keep: int) -> bool:
+        """Make the step whole if all parts are there, then remove all but `keep` steps."""
+        parts = [self.folder / _part_name(shard) for shard in range(self._header.shards)]
+        if not all(part.exists() for part in parts):
+            return False
+        if not (self.folder / _MANIFEST).exists():
+            self._make_whole(parts)
+        _tidy(self.all_steps, keep, _short(self._run), self._header.nonce)
+        return True
 
-def _part_name(shard: int, shards: int) -> str:
-    return f"part-{shard:05d}-of-{shards:05d}.pt"
+    def _make_whole(self, parts: list[Path]) -> None:
+        from .checkpoints import write_metadata
+
+        sizes, indexes, plain, digests = zip(*map(_index_of, parts))
+        metadata, manifest = self.folder / _METADATA, self.folder / _MANIFEST
+        with _set_aside(metadata) as file:
+            write_metadata(file.parent, indexes)
+        size = metadata.stat().st_size
+        files = {_METADATA: (size, _digest(metadata, size))}
+        files |= {part.name: found for part, found in zip(parts, zip(sizes, digests))}
+        said = {
+            "format": FORMAT,
+            "run": self._run,
+            "written_ms": time.time_ns() // 1_000_000,
+            **{name: getattr(self._header, name) for name in _COMMON},
+            "ranks_differ": len(set(plain)) > 1,
+            "files": files,
+        }
+        with _set_aside(manifest) as file:
+            file.write_text(json.dumps(said, indent=1))
+        _sync(self.all_steps)
+
+
+def _part_name(shard: int) -> str:
+    return f"__{shard}_0.distcp"
+
+
+def _index_of(part: Path) -> tuple[int, Any, str, str]:
+    """Return the size of a part's values, and what its writer wrote of them behind them."""
+    try:
+        with part.open("rb") as file:
+            file.seek(-_INDEX_AT.size, os.SEEK_END)
+            (size,) = _INDEX_AT.unpack(file.read())
+            file.seek(size)
+            return size, *pickle.load(file)
+    except Exception as error:
+        raise SnapshotError(f"{part} is damaged: {error}") from error
+
+
+def _digest(path: Path, size: int) -> str:
+    """Return a digest of a file's first bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):
+            digest.update(piece)
+            size -= len(piece)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _set_aside(path: Path) -> Iterator[Path]:
+    """Let a file be written elsewhere; then sync it and give it its name.
+
+    If two nodes write it at the same time, the first one's stays, because digests refer to it.
+    """
+    folder = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    folder.mkdir(exist_ok=True)
+    try:
+        file = folder / path.name
+        yield file
+        _sync(file)
+        try:
+            os.link(file, path)
+        except FileExistsError:
+            pass
+        except OSError:  # Not all file systems have links.
+            if not path.exists():
+                file.replace(path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _sync(path.parent)
 
 
 def _is_left_to_us(path: Path) -> bool:
-    """Wait while another node writes this part, and return whether it is still missing.
-
-    If two nodes begin at the same time, both write it, which does no harm.
-    """
+    """Wait while another node writes this part, and return whether it is still missing."""
     while not path.exists():
         ages = []
-        for other in path.parent.glob(f"{path.name}.*.tmp"):
+        for other in path.parent.rglob(f"{path.name}*"):
             with contextlib.suppress(OSError):
                 ages.append(time.time() - other.stat().st_mtime)
         if not any(age < _ABANDONED_S for age in ages):
@@ -210,8 +272,8 @@ def _is_left_to_us(path: Path) -> bool:
     return False
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -242,7 +304,7 @@ def _tidy(folder: Path, keep: int, run: str, nonce: str) -> None:
             and not (path / _MANIFEST).exists()
         ):
             with contextlib.suppress(OSError):
-                times = [one.stat().st_mtime for one in path.iterdir()]
+                times = [one.stat().st_mtime for one in path.rglob("*")]
                 if time.time() - max(times, default=0.0) > _LEFTOVER_S:
                     _remove(path)
 
@@ -251,67 +313,4 @@ def _remove(folder: Path) -> None:
     """Remove a step, deleting its manifest first so that it stops being whole at once."""
     with contextlib.suppress(OSError):
         (folder / _MANIFEST).unlink(missing_ok=True)
-        for one in folder.iterdir():
-            one.unlink()
-        folder.rmdir()
-
-
-# ------------------------------------------------------------------ contents of a part
-
-
-_OF_THE_PART = ("step", "lineage", "shard", "shards", "rank", "world_size")
-
-
-def _saved(header: Header, content: Content, shapes: Mapping[str, Image]) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        **{name: getattr(header, name) for name in _OF_THE_PART},
-        "own": content.own,
-        **{name: _dict_of(image) for name, image in content.images.items()},
-        "optimizer_layout": {
-            name: [
-                (list(key), getattr(value, "device", None), sharded)
-                for key, value, sharded in image.optimizers
-            ]
-            for name, image in shapes.items()
-        },
-    }
-
-
-def _dict_of(image: Image) -> dict[str, Any]:
-    small = image.small
-    modules: dict[str, dict[str, Tensor]] = {}
-    for name, one in (*image.parameters.items(), *small["buffers"].items()):
-        entry, _, path = name.partition(".")
-        modules.setdefault(entry, {})[path] = one
-    optimizers: dict[str, dict[str, Any]] = {
-        name: {"state": {}, "param_groups": groups} for name, groups in small["groups"].items()
-    }
-    for (name, place, key), value, _ in image.optimizers:
-        optimizers[name]["state"].setdefault(place, {})[key] = value
-    return {
-        "modules": modules,
-        "optimizers": optimizers,
-        "objects": small["objects"],
-        "values": small["values"],
-    }
-
-
-def _image(step: int, saved: Mapping[str, Any], layout: Iterable[tuple[Any, Any, bool]]) -> Image:
-    tensors = {
-        f"{entry}.{path}": one
-        for entry, held in saved["modules"].items()
-        for path, one in held.items()
-    }
-    optimizers = []
-    for (name, place, key), device, sharded in layout:
-        value = saved["optimizers"][name]["state"][place][key]
-        held = value.to(device, copy=True) if is_tensor(value) else value
-        optimizers.append(((name, place, key), held, sharded))
-    small = {
-        "buffers": tensors,
-        "groups": {name: one["param_groups"] for name, one in saved["optimizers"].items()},
-        "objects": saved["objects"],
-        "values": saved["values"],
-    }
-    return Image(step, tensors, optimizers, small)
+        shutil.rmtree(folder)

@@ -76,7 +76,8 @@ class Slot(SealedMemory):
 
         Call this only for an undamaged snapshot.
         """
-        own, shapes = self._head(header)
+        shapes = unpacked(self.head_bytes(header))
+        own = shapes.pop("own")
         places = iter(
             self._places([one for image in shapes.values() for _, one in image.tensors()])
         )
@@ -86,13 +87,10 @@ class Slot(SealedMemory):
                 images[name] = image.with_optimizers_on(shapes[name])
         return Content(own, images)
 
-    def shapes(self, header: Header) -> dict[str, Image]:
-        return self._head(header)[1]
-
-    def _head(self, header: Header) -> tuple[dict[str, Any], dict[str, Image]]:
+    def head_bytes(self, header: Header) -> bytes:
+        """Return everything but the tensors, whose shapes are in their places, pickled."""
         begin = TENSORS_AT + header.tensors_bytes
-        parts = unpacked(self.memory[begin : begin + header.head_bytes])
-        return parts.pop("own"), parts
+        return bytes(self.memory[begin : begin + header.head_bytes])
 
     def _places(self, shapes: Sequence[Tensor | Shape]) -> list[Tensor]:
         """Return consecutive views of the memory, each with its own storage."""
@@ -114,8 +112,7 @@ class Slot(SealedMemory):
         )
 
     def _digest(self, header: Header, tensors_digest: str) -> str:
-        begin = TENSORS_AT + header.tensors_bytes
-        head = hashlib.blake2b(self.memory[begin : begin + header.head_bytes], digest_size=16)
+        head = hashlib.blake2b(self.head_bytes(header), digest_size=16)
         head.update(tensors_digest.encode())
         return head.hexdigest()
 

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from .slot_format import Header, SealedMemory, SnapshotError
@@ -86,16 +87,9 @@ def write(
         if not slot.is_sound(header, threads=1):
             raise SnapshotError("it is damaged in memory")
         content = slot.read(header, in_place=True)
-        temporary = step.write(header, content, slot.shapes(header))
-        if temporary is None:
-            continue
-        try:
-            _refuse_overwritten([(slot, header)])
-        except SnapshotError:
-            temporary.unlink()
-            raise
-        step.give_name(temporary)
-        written += header.bytes
+        verify = partial(_refuse_overwritten, [(slot, header)])
+        if step.write(header, content, slot.head_bytes(header), verify):
+            written += header.bytes
     return written, step.finish(keep)
 
 

@@ -1,0 +1,54 @@
+"""A sharded model's snapshot on disk is loaded by other numbers of ranks, with torch alone, too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "support" / "sharded_checkpoints.py"
+
+
+def run(folder: Path, how: str, *counts: int) -> tuple[list[str], str]:
+    paths = (*(str(ROOT / name) for name in ("worker", "agent", "rendezvous")),)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, folder, how, *map(str, counts)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("how", "counts"),
+    [
+        ("4,1,0", (2, 3)),
+        # Two replicas of two parts; the same number of ranks also have their own random numbers.
+        pytest.param("4,2,0", (3, 4), marks=pytest.mark.campaign),
+        pytest.param("3,1,0", (5, 3), marks=pytest.mark.campaign),
+    ],
+)
+def test_any_number_of_ranks_loads_the_same_bits(
+    tmp_path: Path, how: str, counts: tuple[int, ...]
+) -> None:
+    said, errors = run(tmp_path, how, *counts)
+    by = ("torch alone", "under @elastic")
+    assert said == [f"{one}, {n} ranks: {[0] * n}" for n in counts for one in by], errors
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(500)
+def test_tensors_that_each_rank_has_for_itself_need_as_many_ranks(tmp_path: Path) -> None:
+    said, errors = run(tmp_path, "4,1,1", 3, 4)
+    assert said == ["under @elastic, 3 ranks: [1, 1, 1]", "under @elastic, 4 ranks: [0, 0, 0, 0]"]
+    refused = "not sharded differ between the 4 ranks that saved it, but this round has 3: start 4"
+    assert errors.count(refused) == 3
