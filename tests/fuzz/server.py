@@ -31,6 +31,7 @@ from rdzv.server.diagnosis import reported_hangs, stack_collection, worker_logs
 from rdzv.server.driver import Driver
 from rdzv.server.http import api
 from rdzv.server.http.listener import serving_http
+from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener, rendezvous_service
 from rdzv.server.rpc.grpc_listener import serving
@@ -175,6 +176,7 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
     page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
     tls = Tls(config.tls) if config.tls.pair is not None else None
     gate = Gate(replica, clock, config, page.metrics)
+    server = Server(replica, clock, config, tls=tls, gate=gate)
     with ExitStack() as shortened:
         for module, name, value in SHORT:
             shortened.enter_context(patch.object(module, name, value))
@@ -182,8 +184,8 @@ async def _serving(guard: Guard, folder: Path) -> AsyncIterator[tuple[Served, _B
             replica.lead(driver)
             shown = _credentials(guard, folder)
             async with (
-                serving(replica, clock, config, tls=tls, gate=gate) as bound,
-                serving_http(replica, page, config, config.listen, clock, None, tls, gate) as http,
+                serving(server) as bound,
+                serving_http(server, page, config.listen) as http,
                 _channel(shown, bound, "grpc.enable_retries", 0) as channel,
                 _channel(shown, bound, "grpc.use_local_subchannel_pool", 1) as another,
             ):

@@ -36,6 +36,7 @@ from rdzv.messages import (
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
 from rdzv.server.http.listener import serving_http
+from rdzv.server.operations import handlers
 from rdzv.server.replication.replica import Replica
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings import server_settings
@@ -171,9 +172,8 @@ class Served:
             await self._http.aclose()
             return
         page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
-        http = serving_http(
-            self._replica, page, self._config, self._listen, self._clock, self._facade
-        )
+        shown = handlers.Server(self._replica, self._clock, self._config, self._facade)
+        http = serving_http(shown, page, self._listen)
         self._listen = (await self._http.enter_async_context(http)).bound
         self.url = f"http://{self._listen}"
 

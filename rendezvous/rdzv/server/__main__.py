@@ -26,9 +26,7 @@ from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
-    from rdzv.runtime.clock import Clock
-    from rdzv.server.replication.replica import Replica
-    from rdzv.server.security.roles import Gate
+    from rdzv.server.operations.handlers import Server
     from rdzv.server.security.service_accounts import ServiceAccounts
     from rdzv.server.security.tls import Tls
     from rdzv.server.settings.server_settings import RdzvdSettings
@@ -236,6 +234,7 @@ async def _start(config: RdzvdSettings, tls: Tls | None, stack: AsyncExitStack) 
     from rdzv.runtime.clock import Clock
     from rdzv.runtime.tasks import beside
     from rdzv.server.driver import Driver
+    from rdzv.server.operations.handlers import Server
     from rdzv.server.replication.replica import Replica
     from rdzv.server.rpc.grpc_listener import serving
     from rdzv.server.security.roles import Gate
@@ -268,8 +267,9 @@ async def _start(config: RdzvdSettings, tls: Tls | None, stack: AsyncExitStack) 
         metrics.notifications = await enter(notifying(config.notify))
     if store is not None:
         replica.lead(await enter(Driver.running(store, clock, config, metrics=metrics)))
-    bound = await enter(serving(replica, clock, config, facade, tls, gate))
-    http = await enter(_http(replica, metrics, config, clock, facade, tls, gate))
+    server = Server(replica, clock, config, facade, tls, gate)
+    bound = await enter(serving(server))
+    http = await enter(_http(server, metrics))
     if client is not None:
         from rdzv.stores.election import Election
 
@@ -306,15 +306,8 @@ def _reload(configuration: Configuration, tls: Tls | None) -> None:
 
 
 @asynccontextmanager
-async def _http(
-    replica: Replica,
-    metrics: Metrics,
-    config: RdzvdSettings,
-    clock: Clock,
-    facade: Facade | None,
-    tls: Tls | None,
-    gate: Gate,
-) -> AsyncIterator[Listen | None]:
+async def _http(server: Server, metrics: Metrics) -> AsyncIterator[Listen | None]:
+    config, facade, tls = server.config, server.facade, server.tls
     if config.http is None:
         yield None
         return
@@ -323,10 +316,9 @@ async def _http(
 
     c10d = facade.views if facade is not None else None
     expires = tls.expires if tls is not None else None
-    page = MetricsPage(metrics, replica.proven_driver, config.store, VERSION, c10d, expires)
+    page = MetricsPage(metrics, server.replica.proven_driver, config.store, VERSION, c10d, expires)
     page.add_process()
-    made = serving_http(replica, page, config, config.http, clock, facade, tls, gate)
-    async with made as serving:
+    async with serving_http(server, page, config.http) as serving:
         yield serving.bound
 
 

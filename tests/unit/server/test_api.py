@@ -178,8 +178,9 @@ async def asked(
         store or FlakyStore(), clock, config, new_uid=lambda: next(uids)
     ) as driver:
         replica.lead(driver)
+        shown = handlers.Server(replica, clock, config, facade)
         async with (
-            serving_http(replica, page, config, Listen(listen, 0), clock, facade) as serving,
+            serving_http(shown, page, Listen(listen, 0)) as serving,
             aiohttp.ClientSession() as session,
         ):
             yield Asked(driver, clock, replica, session, serving)
@@ -217,7 +218,7 @@ async def test_the_documents_are_those_of_rdzvctl() -> None:
 
     async with asked() as s:
         await s.pair()
-        server = handlers.Server(s.replica, s.clock)
+        server = handlers.Server(s.replica, s.clock, CONFIG)
         status = await server.status("job-7")
         assert await s.get("/jobs/job-7") == json.loads(as_json.document(status))
         assert await s.get("/nodes") == json.loads(as_json.document(server.nodes()))

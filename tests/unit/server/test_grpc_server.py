@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rdzv import errors
 from rdzv.runtime.clock import Clock
 from rdzv.server.driver import Driver
+from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import grpc_listener
 from rdzv.server.rpc.grpc_listener import grpc_server, serving
@@ -88,7 +89,7 @@ async def server(timings: Timings | None = None) -> AsyncIterator[Listen]:
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)
-        async with serving(replica, clock, config) as bound:
+        async with serving(Server(replica, clock, config)) as bound:
             yield bound
 
 

@@ -22,6 +22,7 @@ from rdzv.errors import ERROR_CODE_METADATA_KEY, DeniedError, NotLeaderError, Un
 from rdzv.server.driver import Driver
 from rdzv.server.http import listener
 from rdzv.server.http.listener import serving_http
+from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc import calls, grpc_listener
 from rdzv.server.rpc.grpc_listener import serving
@@ -106,10 +107,11 @@ async def guarded(monkeypatch: pytest.MonkeyPatch, **config_as: Any) -> AsyncIte
     page = MetricsPage(Metrics(), lambda: None, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config, metrics=page.metrics) as driver:
         replica.lead(driver)
-        guard = roles.Gate(replica, clock, config, page.metrics)
+        gate = roles.Gate(replica, clock, config, page.metrics)
+        guarded = Server(replica, clock, config, gate=gate)
         async with (
-            serving(replica, clock, config, gate=guard) as grpc_bound,
-            serving_http(replica, page, config, config.listen, clock, gate=guard) as http,
+            serving(guarded) as grpc_bound,
+            serving_http(guarded, page, config.listen) as http,
         ):
             tokens = {}
             for name in (*Role, "ada", "bob"):
@@ -600,7 +602,7 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
     replica = Replica(clock, "memory", "1.2.3")
     async with Driver.running(MemoryStore(), clock, config) as driver:
         replica.lead(driver)
-        async with serving(replica, clock, config) as bound:
+        async with serving(Server(replica, clock, config)) as bound:
             server = Guarded(driver, clock, str(bound), "", [], [], {"": "rdzv_nonsense"})
             await control(server, "", "SubmitJob", submission("job-7", "r1"))
             state = await driver.jobs.look("job-7")

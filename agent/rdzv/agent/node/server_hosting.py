@@ -21,6 +21,7 @@ from rdzv.core.fleet.nodes import LeaseRules
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError
 from rdzv.runtime.clock import DAY_MS, Clock
 from rdzv.server.driver import Driver
+from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.grpc_listener import serving
 from rdzv.server.settings.server_settings import RdzvdSettings, Timings
@@ -121,7 +122,10 @@ async def serving_if_elected(etcd: EtcdConfig, local_addr: str) -> AsyncIterator
     )
     clock = Clock()
     replica = Replica(clock, etcd.place, VERSION)
-    async with EtcdClient.connected(etcd) as client, serving(replica, clock, config) as bound:
+    async with (
+        EtcdClient.connected(etcd) as client,
+        serving(Server(replica, clock, config)) as bound,
+    ):
         at = Endpoint(address, bound.port)
         if not listen.loopback:
             _warn(at)
@@ -172,5 +176,5 @@ async def _serving(config: RdzvdSettings) -> AsyncIterator[tuple[Driver, Listen]
     replica = Replica(clock, store.place, VERSION)
     async with Driver.running(store, clock, config) as driver:
         replica.lead(driver)
-        async with serving(replica, clock, config, reflection=False) as bound:
+        async with serving(Server(replica, clock, config), reflection=False) as bound:
             yield driver, bound

@@ -11,13 +11,11 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rdzv.errors import LimitExceededError
-from rdzv.runtime.clock import Clock
 from rdzv.runtime.exposition import CONTENT_TYPE, http_log
 from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.http.api import Api, answering_errors
@@ -34,10 +32,6 @@ from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.server.telemetry.metrics_page import MetricsPage
 from rdzv.structs import struct
 from rdzv.transport.endpoints import Listen, cannot_listen
-
-if TYPE_CHECKING:
-    from rdzv.c10d.facade import Facade
-    from rdzv.server.security.tls import Tls
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -72,18 +66,11 @@ class Serving:
 
 @asynccontextmanager
 async def serving_http(
-    replica: Replica,
-    metrics: MetricsPage,
-    config: RdzvdSettings,
-    listen: Listen,
-    clock: Clock,
-    facade: Facade | None = None,
-    tls: Tls | None = None,
-    gate: Gate | None = None,
+    server: Server, metrics: MetricsPage, listen: Listen
 ) -> AsyncIterator[Serving]:
-    gate = gate or Gate(replica, clock, config, metrics.metrics)
+    replica, config = server.replica, server.config
     app = web.Application(
-        middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(gate)]
+        middlewares=[answering_errors, refusing_strangers(listen), _checking_roles(server.gate)]
     )
     app.add_routes(
         [
@@ -94,7 +81,6 @@ async def serving_http(
         ]
     )
     app.on_response_prepare.append(harmless_headers)
-    server = Server(replica, clock, facade)
     async with Feeds.running(server, config.limits) as feeds:
         app.add_routes(Api(server, feeds).routes())
         app.add_routes(page_routes(config.grafana))
@@ -108,7 +94,7 @@ async def serving_http(
         )
         await runner.setup()
         try:
-            context = None if tls is None else tls.http
+            context = None if server.tls is None else server.tls.http
             site = GuardedSite(runner, listen, context)
             try:
                 await site.start()

@@ -29,7 +29,8 @@ from rdzv.runtime.clock import Clock
 from rdzv.server.operations.job_operations import summary_of
 from rdzv.server.operations.node_operations import known_nodes, shown_nodes
 from rdzv.server.security import callers
-from rdzv.server.security.roles import AUDIT, note_change, signed
+from rdzv.server.security.roles import AUDIT, Gate, note_change, signed
+from rdzv.server.settings.server_settings import RdzvdSettings
 from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.wire import convert, read
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from rdzv.c10d.facade import Facade
     from rdzv.server.driver import Driver
     from rdzv.server.replication.replica import Replica
+    from rdzv.server.security.tls import Tls
 
 SLICE = 50
 """The number of jobs or nodes to convert before other tasks run, which takes a few milliseconds."""
@@ -52,12 +54,20 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Server:
-    """One server's jobs and nodes, observed jobs included."""
+    """One server as its ports show it: its jobs and nodes, observed jobs included."""
 
-    def __init__(self, replica: Replica, clock: Clock, facade: Facade | None = None) -> None:
-        self.replica = replica
-        self.clock = clock
-        self.facade = facade
+    def __init__(
+        self,
+        replica: Replica,
+        clock: Clock,
+        config: RdzvdSettings,
+        facade: Facade | None = None,
+        tls: Tls | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.replica, self.clock, self.config = replica, clock, config
+        self.facade, self.tls = facade, tls
+        self.gate = gate or Gate(replica, clock, config)
 
     @property
     def driver(self) -> Driver:

@@ -21,21 +21,18 @@ from grpc.aio import _server
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rdzv.errors import InvalidRequestError, RendezvousConnectionError, RendezvousStateError
-from rdzv.runtime.clock import Clock
 from rdzv.runtime.tasks import beside
 from rdzv.server.driver import STOP_GRACE_MS
 from rdzv.server.operations.handlers import Server
 from rdzv.server.replication.replica import Replica
 from rdzv.server.rpc.calls import Interceptor, control_service
 from rdzv.server.rpc.rendezvous_service import RendezvousService
-from rdzv.server.security.roles import Gate
 from rdzv.server.settings.server_settings import Limits, RdzvdSettings, Timings
 from rdzv.structs import replace
 from rdzv.transport.endpoints import Listen, cannot_listen
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from rdzv.c10d.facade import Facade
     from rdzv.server.security.tls import Tls
 
 log = logging.getLogger("rdzv.service")
@@ -69,40 +66,31 @@ SERVICES = ("rdzv.v1.Rendezvous", "rdzv.v1.Control")
 
 
 @asynccontextmanager
-async def serving(
-    replica: Replica,
-    clock: Clock,
-    config: RdzvdSettings,
-    facade: Facade | None = None,
-    tls: Tls | None = None,
-    gate: Gate | None = None,
-    *,
-    reflection: bool = True,
-) -> AsyncIterator[Listen]:
+async def serving(server: Server, *, reflection: bool = True) -> AsyncIterator[Listen]:
     """Serve until the body ends; yield the listening address, with the actual port for port 0.
 
     At the end, every stream is closed with the advice to reconnect, and open calls are given a
     moment to finish. Without `reflection`, callers cannot list the services.
     """
-    gate = gate or Gate(replica, clock, config)
-    server = grpc_server([Interceptor(gate)], _options(config.limits, config.timings))
-    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, clock), server)
-    control: Any = control_service(Server(replica, clock, facade))
-    pb_grpc.add_ControlServicer_to_server(control, server)
+    replica, config = server.replica, server.config
+    grpcs = grpc_server([Interceptor(server.gate)], _options(config.limits, config.timings))
+    pb_grpc.add_RendezvousServicer_to_server(RendezvousService(replica, server.clock), grpcs)
+    control: Any = control_service(server)
+    pb_grpc.add_ControlServicer_to_server(control, grpcs)
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, grpcs)
     if reflection:
         # The import takes time.
         from grpc_reflection.v1alpha import reflection as listing
 
         names = (*SERVICES, health.SERVICE_NAME, listing.SERVICE_NAME)
-        listing.enable_server_reflection(names, server)
-    bound = _bind_all(server, config, tls)
-    await server.start()
+        listing.enable_server_reflection(names, grpcs)
+    bound = _bind_all(grpcs, config, server.tls)
+    await grpcs.start()
     try:
         at = str(config.advertise or bound)
         async with (
-            _insisting_on(server, at),
+            _insisting_on(grpcs, at),
             _telling_health(replica, health_servicer, at, config.exposed),
         ):
             yield bound
@@ -110,7 +98,7 @@ async def serving(
         replica.stand_by(
             RendezvousConnectionError("this server is stopping; workers run on, connect again")
         )
-        await server.stop(STOP_GRACE_MS / 1000)
+        await grpcs.stop(STOP_GRACE_MS / 1000)
 
 
 def _options(limits: Limits, timings: Timings) -> list[tuple[str, int]]:
