@@ -66,7 +66,6 @@ def setting(
 
 
 def field_names(kind: type) -> tuple[str, ...]:
-    """Return the names of a struct's fields, in order."""
     assert isinstance(kind, StructMeta), kind
     return kind.__struct_fields__
 

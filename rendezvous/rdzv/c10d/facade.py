@@ -92,7 +92,6 @@ class Facade:
         self._complaint = ""
 
     def view(self, rdzv_id: str) -> JobStatus | None:
-        """Return the view of one job, or None if there is no job with this name."""
         return self._watch.view(rdzv_id, self._clock.now_ms())
 
     def views(self) -> tuple[JobStatus, ...]:

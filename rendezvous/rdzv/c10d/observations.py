@@ -113,11 +113,9 @@ class Watch:
         return tuple(lost)
 
     def views(self, now_ms: int) -> tuple[JobStatus, ...]:
-        """Return the views of all jobs, sorted by name."""
         return tuple(self._view(self._jobs[rdzv_id], now_ms) for rdzv_id in sorted(self._jobs))
 
     def view(self, rdzv_id: str, now_ms: int) -> JobStatus | None:
-        """Return the view of one job, or None if there is no job with this name."""
         job = self._jobs.get(rdzv_id)
         return self._view(job, now_ms) if job else None
 

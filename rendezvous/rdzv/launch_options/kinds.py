@@ -78,8 +78,6 @@ def or_zero(kind: Kind) -> Kind:
 
 
 def whole(low: int, high: int = MAX_COUNT) -> Kind:
-    """Return the kind of a whole number from `low` to `high`."""
-
     def read(flag: str, text: str) -> int:
         # Python refuses to convert thousands of digits.
         found = int(text) if re.fullmatch(r"[-+]?[0-9]{1,18}", text.strip()) else None

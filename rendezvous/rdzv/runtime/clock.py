@@ -51,7 +51,6 @@ class Timer:
 
     @property
     def due_ms(self) -> int | None:
-        """The time at which the timer fires, or None if it is not armed."""
         return self._due_ms
 
     def arm(self, at_ms: int | None) -> None:
@@ -145,7 +144,6 @@ class LoopWatch:
 
 
 async def sleep_ms(clock: Clock, for_ms: int) -> None:
-    """Sleep for `for_ms` milliseconds according to the given clock."""
     woken = asyncio.Event()
     call = clock.call_at(clock.now_ms() + for_ms, woken.set)
     try:

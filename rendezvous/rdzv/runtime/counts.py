@@ -71,5 +71,4 @@ class Counts:
 
 
 def each(values: Iterable[str]) -> list[Labels]:
-    """Return the series of a metric with one label."""
     return [(value,) for value in values]

@@ -58,7 +58,6 @@ class Choice(click.Choice[str]):
 
 
 def usage_text(error: click.UsageError) -> str:
-    """Return an error's text, with a remedy."""
     text, context = error.format_message().rstrip("."), error.ctx
     if context is None or "; " in text:
         return text

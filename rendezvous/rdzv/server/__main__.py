@@ -211,7 +211,6 @@ def _given(options: dict[str, Any]) -> dict[str, object]:
 
 
 async def run(configuration: Configuration) -> None:
-    """Run one server until SIGTERM or SIGINT."""
     from rdzv.runtime.tasks import single_error
 
     gc.set_threshold(*_GC_EVERY)

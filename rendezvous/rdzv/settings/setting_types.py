@@ -199,7 +199,6 @@ def settings_of(table: type[Struct], prefix: str = "", path: str = "") -> Mappin
 
 @cache
 def fields_of(table: type[Struct]) -> Mapping[str, FieldInfo]:
-    """Return a table's fields by the names that they have in files."""
     return MappingProxyType(
         {
             _UNIT_IN_NAME.sub("", field.name) if _has_units(field.type) else field.name: field

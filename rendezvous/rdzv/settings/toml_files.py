@@ -101,7 +101,6 @@ def load(
 
 
 def read_document(path: Path, source: str) -> dict[str, Any]:
-    """Parse a TOML file; `source` names it in errors."""
     try:
         with path.open("rb") as file:
             content = file.read(FILE_BYTES + 1)

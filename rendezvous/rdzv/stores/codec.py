@@ -45,7 +45,6 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode(membership: Membership) -> bytes:
-    """Encode a membership; `decode` restores an equal one."""
     return _encoder.encode(_Envelope(FORMAT, msgspec.Raw(_encoder.encode(membership))))
 
 

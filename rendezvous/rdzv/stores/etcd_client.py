@@ -210,7 +210,6 @@ class EtcdClient:
             await asyncio.to_thread(client.close)
 
     def close(self) -> None:
-        """Close all connections. Calls in progress fail."""
         for channel in self._channels:
             channel.close()
         self._threads.shutdown()

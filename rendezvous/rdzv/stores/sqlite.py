@@ -211,7 +211,6 @@ class SqliteStore:
 
     @_reading
     def survey(self) -> Survey:
-        """Read and check the whole file, and return its contents and any faults."""
         problems = [f"is damaged: {what}" for what in problems_in(self._db, "integrity_check")]
         if self.connection.lost:
             problems.append(why_incomplete(self._path, self.connection.lost))

@@ -188,7 +188,6 @@ def interfaces() -> dict[str, str]:
 
 
 def leads_beyond_loopback(found: AddressInfo) -> bool:
-    """Return whether other machines can reach any of these addresses."""
     return any(not is_loopback(str(address[0])) for *_, address in found)
 
 
@@ -277,7 +276,6 @@ class StoreSocket:
         return taken
 
     def release(self) -> None:
-        """Close the held socket, freeing its port."""
         taken = self.take()
         if taken is not None:
             taken.close()

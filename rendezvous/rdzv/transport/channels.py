@@ -145,7 +145,6 @@ class Credentials:
         return token
 
     def stamp(self) -> certificates.Stamp:
-        """Return the current stamp of the files on which a channel depends."""
         paths = (self.ca, self.cert, self.key)
         return certificates.stamp_of(path for path in paths if path is not None)
 

@@ -166,7 +166,6 @@ class Listen(Endpoint):
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can connect."""
         return is_loopback(self.host)
 
     @property

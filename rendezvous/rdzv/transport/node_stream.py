@@ -88,7 +88,6 @@ class Rota:
 
     @property
     def present(self) -> Endpoint:
-        """The current endpoint, which is the one to ask now."""
         return self._leader or self._endpoints[self._turn % len(self._endpoints)]
 
     def learn(self, addresses: Iterable[str]) -> None:
@@ -100,7 +99,6 @@ class Rota:
 
     @property
     def next(self) -> Endpoint:
-        """The endpoint to ask if the current one fails."""
         return self._endpoints[(self._turn + 1) % len(self._endpoints)]
 
     def failed(self, error: errors.RendezvousError) -> bool:

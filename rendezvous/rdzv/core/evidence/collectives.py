@@ -82,12 +82,10 @@ class GroupRecord:
         return next((one for one in self.latest if not one.done), None)
 
     def at(self, sequence: int) -> CollectiveRecord | None:
-        """Return the collective with the given number, or None if it is unknown."""
         return next((one for one in self.latest if one.sequence == sequence), None)
 
     @property
     def name(self) -> str:
-        """The group's name as shown to users."""
         if self.description == DEFAULT_GROUP:
             return "the default group"
         told = self.description if self.description not in ("", "undefined") else self.group

@@ -189,7 +189,6 @@ def where(stack: WorkerStack) -> str:
 
 
 def evidence(stack: WorkerStack) -> Evidence:
-    """Return what a worker's stack and records show about its part in a hang."""
     frames, known = stack.frames, bool(stack.frames)
     busy = ""
     if any(_LOADER.search(frame.file) for frame in frames):

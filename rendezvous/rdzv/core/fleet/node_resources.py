@@ -66,12 +66,10 @@ class Drain:
 
     @property
     def by_operator(self) -> bool:
-        """Whether an operator requested the drain and can lift it."""
         return self.number != 0
 
     @property
     def what(self) -> str:
-        """What is happening to the node, in words."""
         return "drained" if self.by_operator else "about to leave"
 
     @property

@@ -200,7 +200,6 @@ class RoundReports:
     # ---------------------------------------------------------------- what is shown
 
     def progress(self, state: State) -> tuple[RankProgress, ...]:
-        """Return the progress of a job's workers in its live round, in RANK order."""
         if (known := self.find(state)) is None:
             return ()
         now_ms = self._clock.now_ms()
@@ -213,7 +212,6 @@ class RoundReports:
         return tuple(sorted(found, key=lambda one: one.rank))
 
     def starts(self, state: State) -> Mapping[str, Starts]:
-        """Return how each node's workers were started for the live round, by node_id."""
         known = self.find(state)
         return {node_id: _counted(one) for node_id, one in known.started.items()} if known else {}
 
@@ -228,7 +226,6 @@ class RoundReports:
         return known is not None and all(p.node_id in known.forks for p in round_.participants)
 
     def stragglers(self, state: State) -> tuple[Straggler, ...]:
-        """Return a job's stragglers, in RANK order."""
         if (known := self.find(state)) is None:
             return ()
         now_ms = self._clock.now_ms()

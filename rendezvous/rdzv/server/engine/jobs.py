@@ -213,7 +213,6 @@ class Jobs:
             raise errors.StoreRefusedError(f"{error}; try again") from error
 
     def note_end(self, job: Job) -> None:
-        """Update `ended` with the time when the job's run ended, or remove a job that has not."""
         if (ended := job.state.membership.ended) is None:
             self.ended.pop(job.rdzv_id, None)
         else:
@@ -251,7 +250,6 @@ class Jobs:
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """The rdzv_ids of jobs whose last commit may or may not have happened."""
         return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
 
     async def load_all(self) -> None:
@@ -269,7 +267,6 @@ class Jobs:
                 log.error("leaving job %s alone: %s", rdzv_id, error)
 
     async def each(self) -> AsyncGenerator[State, None]:
-        """Yield the current state of every readable stored job, one at a time."""
         async for rdzv_id, stored in self._store.each():
             try:
                 if (present := self.peek(rdzv_id)) is not None:

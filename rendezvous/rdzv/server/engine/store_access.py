@@ -66,7 +66,6 @@ class StoreAccess:
         return result
 
     async def take_over(self) -> int:
-        """Become the leader: store a new leadership number and return it."""
         # The number is based on the clock, so that it never goes back if the store is lost or
         # restored.
         at_least = self._clock.now_ms() // 1000
@@ -76,7 +75,6 @@ class StoreAccess:
         return await self._ask(self.store.load(rdzv_id))
 
     async def each(self) -> AsyncGenerator[tuple[str, Read], None]:
-        """Yield the rdzv_id of every stored job, with the job or the error from reading it."""
         async with aclosing(self.store.pages()) as pages:
             while (page := await self._ask(anext(pages, None))) is not None:
                 for found in page:
@@ -104,7 +102,6 @@ class StoreAccess:
         return await self._ask(self.store.swap_document(name, data, revision), writes=True)
 
     async def backup(self, leadership: int) -> AsyncIterator[bytes]:
-        """Yield the store's contents as the lines of a backup file that `rdzvd --restore` reads."""
         from rdzv.stores import backup
 
         header = backup.BackupHeader(self.store.place, leadership, self._clock.now_ms())

@@ -37,7 +37,6 @@ class Parameter:
     schema: dict[str, Any]
 
     def read(self, given: str | None) -> Any:
-        """Return the value, or the default if the parameter is not given."""
         if given is None or self.schema["type"] == "string":
             return self.schema.get("default") if given is None else given
         if self.schema["type"] == "boolean":
