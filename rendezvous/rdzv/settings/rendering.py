@@ -1,9 +1,9 @@
-"""Renders settings for users: a configuration as commented TOML, and its documentation."""
+"""Renders a configuration for users, as commented TOML."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rdzv.settings.setting_types import Setting, Table, settings_of
@@ -73,32 +73,3 @@ def _comment(text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def as_markdown(table: type[Table], heading: str = "##") -> str:
-    lines: list[str] = []
-    for section, of_section in _by_section(table).items():
-        if plain := [each for each in of_section if each.each is None]:
-            title = f"`[{section}]`" if section else "Before any table"
-            lines += [f"{heading} {title}", "", *_markdown_table(plain), ""]
-    for each in settings_of(table).values():
-        if each.each is not None:
-            lines += [f"{heading} `[[{each.key}]]`", "", each.reason, ""]
-            lines += [*_markdown_table(settings_of(each.each).values()), ""]
-    return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _markdown_table(settings: Iterable[Setting]) -> Iterator[str]:
-    yield "| key | unit | default | allowed | reload | what it is |"
-    yield "|---|---|---|---|---|---|"
-    for each in settings:
-        literal = each.has_default and not each.default_words
-        cells = (
-            f"`{each.name}`",
-            each.unit or each.kind_words,
-            f"`{each.default_text}`" if literal else each.default_text,
-            each.bounds,
-            "yes" if each.reload else "no",
-            each.reason,
-        )
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from examples import SETTLED
 from rdzv.errors import InvalidRequestError
-from rdzv.settings.rendering import as_markdown, render
+from rdzv.settings.rendering import render
 from rdzv.settings.setting_types import Rule, Table, settings_of
 from rdzv.settings.toml_files import (
     FILE_BYTES,
@@ -415,15 +415,6 @@ def test_any_duration_and_size_is_printed_so_that_it_can_be_read(ms: int, size: 
     given_ = {"wait.short": raw["wait"]["short"], "buffer": raw["buffer"]}
     again = load(Settings, given=given_).settings
     assert again.wait.short_ms == ms and again.buffer == size
-
-
-def test_every_setting_is_documented_with_unit_default_and_reason() -> None:
-    lines = as_markdown(Settings).splitlines()
-    assert "| `count` | jobs | `3` | 1 to 1000 | yes | What count is. |" in lines
-    assert '| `long` | seconds | `"30 d"` |  | no | What wait.long is. |' in lines
-    assert "| `file` | a path | not set |  | no | What file is. |" in lines
-    assert "| `name` | a text | none: it must be set |  | no | What name is. |" in lines
-    assert "## `[wait]`" in lines and "## `[[job]]`" in lines
 
 
 # ------------------------------------------------------------------------------------ reloading
