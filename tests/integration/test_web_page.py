@@ -298,6 +298,13 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         page.get_by_role("link", name="Lost time").click()
         causes = page.get_by_label("Which causes cost most")
         expect(causes.locator("tr", has_text="worker failure")).to_have_count(1)
+        advice = page.get_by_label("What changes would have saved, in node-hours")
+        expect(advice.locator("tr", has_text="another node in place of n2")).to_contain_text(
+            "too few failures: 1"
+        )
+        with page.expect_request("**/report?hours=168&snapshot_ms=1500"):
+            page.get_by_label("A snapshot stops training for").fill("1.5")
+            page.get_by_label("A snapshot stops training for").press("Enter")
         # The one that has lost more comes first, which depends on how long this test takes.
         jobs = page.get_by_label("Jobs").get_by_role("link")
         expect(jobs).to_have_count(2)
