@@ -10,9 +10,11 @@ from rdzv.view import history
 from rdzv.view.answers import Event, event_in
 from rdzv.view.history import fields_in, written
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
+from rdzv.view.reports import report, spent
 from rdzv.view.sentences import sentence
 from tests.sim.checkers import SafetyError
 from tests.sim.world import World
+from tests.support.past_events import a_summary
 
 SHORT = 20
 """The beginning of longer histories is forgotten."""
@@ -44,6 +46,7 @@ def check_ledgers(world: World) -> None:
                 _check_tiles(rdzv_id, ledger)
                 if ledger.run_number is not None:
                     _check_live(rdzv_id, ledger, past)
+            _check_advice(rdzv_id, story, past[-1].unix_ms + 777)
 
 
 def _check_tiles(rdzv_id: str, ledger: Ledger) -> None:
@@ -54,6 +57,15 @@ def _check_tiles(rdzv_id: str, ledger: Ledger) -> None:
         at_ms = one.until_unix_ms
     if at_ms != ledger.until_unix_ms or sum(ledger.phases.values()) != ledger.wall_ms:
         raise SafetyError(f"ledger of {rdzv_id}: nothing after {at_ms}: {ledger}")
+
+
+def _check_advice(rdzv_id: str, past: Sequence[Event], now_ms: int) -> None:
+    """Check that advice can be given whatever has happened, and adds up."""
+    found = spent(a_summary(rdzv_id), past, past[0].unix_ms, now_ms, 1_000)
+    for change in report([found], past[0].unix_ms, now_ms).advice:
+        net_ms = (change.saves_ms or 0) - (change.costs_ms or 0)
+        if change.net_ms is not None and abs(change.net_ms - net_ms) > 1:
+            raise SafetyError(f"advice of {rdzv_id}: {net_ms} ms, not {change}")
 
 
 def _check_live(rdzv_id: str, ledger: Ledger, past: Sequence[Event]) -> None:

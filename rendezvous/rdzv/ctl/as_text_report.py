@@ -48,29 +48,27 @@ def hours(ms: int | None) -> str:
     return f"{found:.3g}" if abs(found) < 1 else f"{found:,.{0 if abs(found) >= 100 else 2}f}"
 
 
-def cause_name(cause: str) -> str:
-    return cause or "the start"
-
-
 Tables = Iterable[tuple[str, Mapping[str, Callable[[Any], str]], Sequence[Any]]]
 """The tables of a report, as text and as a page: the title, columns and rows of each."""
 
 
+Rows = Mapping[str, Callable[[Any], str]]
+_COSTS: Rows = {
+    "times": lambda cost: str(cost.times) if cost.cause or cost.node_id else "",
+    "time": lambda cost: duration(cost.ms),
+    "node-hours": lambda cost: hours(cost.node_ms),
+    "GPU-hours": lambda cost: hours(cost.gpu_ms),
+}
+_CAUSE: Rows = {"cause": lambda cost: cost.cause or "the start"}
+_NODE: Rows = {"node": lambda cost: cost.node_id}
+
+
 def run_tables(found: Ledger) -> Tables:
     """Yield what a run lost, and how its rounds began."""
-    gpus = found.gpus_per_node
     if found.costs:
-        columns: Mapping[str, Callable[[Any], str]] = {
-            "cause": lambda cost: cause_name(cost.cause),
-            "node": lambda cost: cost.node_id,
-            "times": lambda cost: str(cost.times) if cost.cause else "",
-            "time": lambda cost: duration(cost.ms),
-            "node-hours": lambda cost: hours(cost.node_ms),
-            "GPU-hours": lambda cost: hours(None if gpus is None else cost.node_ms * gpus),
-        }
-        yield "What it cost", columns, found.costs
+        yield "What it cost", {**_CAUSE, **_NODE, **_COSTS}, found.costs
     if found.comebacks:
-        columns = {
+        columns: Rows = {
             "workers": lambda one: one.way,
             "times": lambda one: str(one.times),
             "each": lambda one: duration(one.ms // one.times),
@@ -82,20 +80,10 @@ def run_tables(found: Ledger) -> Tables:
 
 def all_tables(found: Report) -> Tables:
     """Yield what all jobs lost, by cause, by node and by job."""
-    losses: Mapping[str, Callable[[Any], str]] = {
-        "times": lambda loss: str(loss.times),
-        "time": lambda loss: duration(loss.ms),
-        "node-hours": lambda loss: hours(loss.node_ms),
-        "GPU-hours": lambda loss: hours(loss.gpu_ms),
-    }
-    yield (
-        "Which causes cost most",
-        {"cause": lambda it: cause_name(it.name), **losses},
-        found.causes,
-    )
+    yield "Which causes cost most", {**_CAUSE, **_COSTS}, found.causes
     if found.nodes:
-        yield "Which nodes cost most", {"node": lambda it: it.name, **losses}, found.nodes
-    columns: Mapping[str, Callable[[Any], str]] = {
+        yield "Which nodes cost most", {**_NODE, **_COSTS}, found.nodes
+    columns: Rows = {
         "job": lambda job: job.rdzv_id,
         "runs": lambda job: str(job.runs),
         "time": lambda job: duration(job.wall_ms),
@@ -109,7 +97,7 @@ def all_tables(found: Report) -> Tables:
 def advice_tables(found: Report) -> Tables:
     """Yield what changes would have saved and cost, best first."""
     if found.advice:
-        columns: Mapping[str, Callable[[Any], str]] = {
+        columns: Rows = {
             "change": lambda one: one.change,
             "job": lambda one: one.rdzv_id,
             "now": lambda one: one.now,
@@ -215,7 +203,7 @@ def advice(found: Report, page: Page) -> str:
     lines = _all_jobs("Advice for", found, page)
     if not found.jobs:
         return "\n".join(lines)
-    failures = sum(loss.times for loss in found.causes if loss.name in FAILURES)
+    failures = sum(cost.times for cost in found.causes if cost.cause in FAILURES)
     seen = f"{counted(failures, 'failure')}, {counted(len(found.jobs), 'job')}"
     lines += page.fact("seen", f"{seen}, {hours(found.node_ms)} node-hours held")
     lines += _listed(advice_tables(found), page)

@@ -15,14 +15,13 @@ from rdzv.core.words import duration
 from rdzv.ctl.as_text_report import (
     advice_tables,
     all_tables,
-    cause_name,
     hours,
     notes,
     run_tables,
     share,
 )
-from rdzv.view.ledger import Interval, Ledger, LedgerPhase
-from rdzv.view.reports import Loss, Report
+from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase
+from rdzv.view.reports import Report
 
 COLOURS: Mapping[str, str] = {
     LedgerPhase.QUEUED: "#b8bfcc",
@@ -191,9 +190,9 @@ def _bars(rows: Iterable[tuple[str, int, str]], text_of: Callable[[int], str] = 
 
 
 def _losses(rows: Sequence[Any]) -> list[str]:
-    """Draw the largest losses, unless the rows are something else."""
-    losses = [row for row in rows[:20] if isinstance(row, Loss)]
-    most = [(cause_name(loss.name), loss.node_ms, "#d1495b") for loss in losses]
+    """Draw the largest costs, unless the rows are something else."""
+    costs = [row for row in rows[:20] if isinstance(row, Cost)]
+    most = [(one.node_id or one.cause or "the start", one.node_ms, "#d1495b") for one in costs]
     return [_bars(most, lambda node_ms: f"{hours(node_ms)} node-hours")] if most else []
 
 

@@ -15,7 +15,7 @@ from rdzv.core.model import Cause
 from rdzv.core.words import counted
 from rdzv.structs import replace, struct
 from rdzv.view.answers import JobSummary
-from rdzv.view.ledger import Interval, LedgerPhase, gaps
+from rdzv.view.ledger import Cost, Interval, LedgerPhase, gaps
 
 ENOUGH = 5
 """The number of failures below which a verdict is withheld."""
@@ -25,6 +25,8 @@ _SIGMAS = 2 * sqrt(2)
 _CHANCE = 0.05
 """The probability below which it is no chance that one node has failed so often."""
 
+_EVERY = 500
+"""The longest interval between snapshots, in times between failures, that is calculated with."""
 _RECOVERY = (LedgerPhase.FORMING, LedgerPhase.LOADING, LedgerPhase.REDOING)
 
 Runs = Sequence[Sequence[Interval]]
@@ -74,28 +76,27 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 def _valued(change: Change, gains: Sequence[float], costs_ms: float | None) -> Change:
     """Add the work that a change gains at each failure, and what it costs, if that is known."""
-    gain_ms, spread_ms = sum(gains), _SIGMAS * sqrt(sum(gain * gain for gain in gains))
-    net_ms = None if costs_ms is None else gain_ms - costs_ms
-    parts = [gain_ms, -(costs_ms or 0)]
-    saves_ms, paid_ms = sum(max(part, 0) for part in parts), -sum(min(part, 0) for part in parts)
-    verdict = change.verdict
-    if len(gains) < ENOUGH:
-        verdict = f"too few failures: {len(gains)}"
-    elif not verdict and net_ms is not None:
-        verdict = "worth it" if net_ms > 0 else "not worth it"
-        verdict = verdict if abs(net_ms) > spread_ms else "may be worth it"
+    few, gain_ms = len(gains) < ENOUGH, sum(gains)
+    change = replace(change, times=len(gains))
+    if few:
+        change = replace(change, verdict=f"too few failures: {len(gains)}")
+    if costs_ms is None:
+        gain = round(gain_ms)
+        return replace(change, saves_ms=gain) if gain > 0 else replace(change, costs_ms=-gain)
+    spread_ms = _SIGMAS * sqrt(sum(gain * gain for gain in gains))
+    net_ms, saves_ms = gain_ms - costs_ms, max(gain_ms, 0) - min(costs_ms, 0)
+    verdict = "worth it" if net_ms > 0 else "not worth it"
     return replace(
         change,
-        times=len(gains),
-        saves_ms=None if net_ms is None and gain_ms < 0 else round(saves_ms),
-        costs_ms=None if net_ms is None and gain_ms >= 0 else round(paid_ms),
-        net_ms=None if net_ms is None else round(net_ms),
-        spread_ms=None if net_ms is None or len(gains) < ENOUGH else round(spread_ms),
-        verdict=verdict,
+        saves_ms=round(saves_ms),
+        costs_ms=round(saves_ms - net_ms),
+        net_ms=round(net_ms),
+        spread_ms=None if few else round(spread_ms),
+        verdict=change.verdict or (verdict if abs(net_ms) > spread_ms else "may be worth it"),
     )
 
 
-def goodput(intervals: Sequence[Interval]) -> float:
+def _goodput(intervals: Sequence[Interval]) -> float:
     """Return training's share of the time with nodes.
 
     Whoever trains for longer fails more often: time that is gained is spent like the rest.
@@ -134,7 +135,7 @@ def _in_training(runs: Runs) -> list[Interval]:
 def _gains(run: Sequence[Interval], more: int, least: int, most: int) -> list[float]:
     """Return the work that `more` nodes would have added to a run after each failure, if any."""
     gains, failures, short, trained = dict[int, float](), 0, False, True
-    good = goodput([one for one in run if one.phase != LedgerPhase.WAITING])
+    good = _goodput([one for one in run if one.phase != LedgerPhase.WAITING])
     for one in run:
         if one.phase == LedgerPhase.TRAINING:
             short = one.nodes + more < one.seats
@@ -188,7 +189,7 @@ def _snapshots(rdzv_id: str, runs: Runs, snapshot_ms: int | None) -> Iterable[Ch
     mean_ms = min(mean_ms, between_ms / 2)
     seen_ms = 2 * mean_ms
     for _ in range(20):
-        seen_ms *= mean_ms / _loss_ms(seen_ms, between_ms)
+        seen_ms *= mean_ms / loss_ms(seen_ms, between_ms)
     losses = [sum(one.ms * one.seats for one in again) for again in lost]
     # Each snapshot counts as often as there are nodes that wait for it.
     taken = sum(one.ms * one.seats for one in live) / seen_ms
@@ -197,7 +198,7 @@ def _snapshots(rdzv_id: str, runs: Runs, snapshot_ms: int | None) -> Iterable[Ch
         wanted.append((max(sqrt(2 * snapshot_ms * between_ms), step_ms), " (Young/Daly)"))
     for every_ms, name in wanted:
         steps = max(round(every_ms / step_ms), 1)
-        gain = 1 - _loss_ms(every_ms, between_ms) / mean_ms
+        gain = 1 - loss_ms(every_ms, between_ms) / mean_ms
         more = taken * (seen_ms / every_ms - 1)
         even_ms = sum(losses) * gain / more if more else 0
         change = Change(
@@ -214,16 +215,19 @@ def _snapshots(rdzv_id: str, runs: Runs, snapshot_ms: int | None) -> Iterable[Ch
         yield _valued(change, [loss * gain for loss in losses], costs_ms)
 
 
-def _loss_ms(every_ms: float, between_ms: float) -> float:
+def loss_ms(every_ms: float, between_ms: float) -> float:
     """Return the mean loss of a failure, of which one comes in `between_ms` on average.
 
     It is half the interval between snapshots, and less where failures are nearly as frequent
     (Daly, "A higher order estimate of the optimum checkpoint interval", 2006).
 
-    >>> round(_loss_ms(100, 10_000)), round(_loss_ms(10_000, 10_000))
+    >>> round(loss_ms(100, 10_000)), round(loss_ms(10_000, 10_000))
     (50, 4180)
     """
-    return between_ms - every_ms / expm1(every_ms / between_ms)
+    often = min(every_ms / between_ms, _EVERY)
+    if often < 1 / _EVERY:
+        return every_ms / 2 * (1 - often / 6)  # The same, without its loss of precision.
+    return between_ms * (1 - often / expm1(often))
 
 
 def _is_redone(one: Interval) -> bool:
@@ -234,29 +238,23 @@ def _is_redone(one: Interval) -> bool:
 # ------------------------------------------------------------------ nodes
 
 
-def lost_work(runs: Runs) -> tuple[tuple[str, int], ...]:
-    """Return the work lost in each gap in training that refers to a node, with that node."""
-    return tuple(
-        (gap[0].node_id, round(goodput(run) * sum(one.ms * one.seats for one in gap)))
-        for run in runs
-        for gap in gaps(run)
-        if gap[0].node_id
-    )
+def without_worst_node(lost: Sequence[Cost], nodes: int, good: float) -> list[Change]:
+    """Return what another node in place of the worst of `nodes` would have saved, at most.
 
-
-def without_worst_node(lost: Sequence[tuple[str, int]], nodes: int) -> list[Change]:
-    """Return what another node in place of the worst of `nodes` would have saved, at most."""
-    by_node: dict[str, list[int]] = {}
-    for node_id, work_ms in lost:
-        by_node.setdefault(node_id, []).append(work_ms)
-    if not by_node:
+    `lost` is what each gap in training has cost, and `good` the goodput of the time gained.
+    """
+    by_node = Counter[str]()
+    for cost in lost:
+        by_node[cost.node_id] += cost.work_ms
+    if not lost:
         return []
-    worst = max(by_node, key=lambda node_id: sum(by_node[node_id]))
-    often, nodes = len(by_node[worst]), max(nodes, len(by_node))
-    stands_out = nodes * _chance(often, len(lost) / nodes) < _CHANCE
-    verdict = "" if stands_out else f"no node stands out: {often} of {len(lost)}"
+    ((worst, _),) = by_node.most_common(1)
+    gains = [cost.work_ms * good for cost in lost if cost.node_id == worst]
+    nodes = max(nodes, len(by_node))
+    stands_out = nodes * _chance(len(gains), len(lost) / nodes) < _CHANCE
+    verdict = "" if stands_out else f"no node stands out: {len(gains)} of {len(lost)}"
     change = Change("", f"another node in place of {worst}", "", node_id=worst, verdict=verdict)
-    return [_valued(change, by_node[worst], 0)]
+    return [_valued(change, gains, 0)]
 
 
 def _chance(times: int, mean: float) -> float:

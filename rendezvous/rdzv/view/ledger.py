@@ -13,7 +13,7 @@ ended.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -103,14 +103,20 @@ class Interval:
 
 @struct(frozen=True)
 class Cost:
-    """The time for which one cause, on one node, has kept a run from training."""
+    """The time for which one cause, on one node, has kept runs from training."""
 
     cause: str
+    """The cause, or empty for the start, and for all causes."""
     node_id: str
+    """The node to which the cause refers. Empty if there is none, and for all nodes."""
     times: int
     """The number of round ends, or of refusals, with this cause."""
     ms: int
     node_ms: int
+    work_ms: int
+    """The time multiplied by the nodes of the round."""
+    gpu_ms: int | None
+    """The GPU time, or None if the number of GPUs of a run is unknown."""
 
 
 @struct(frozen=True)
@@ -178,21 +184,41 @@ def gaps(intervals: Iterable[Interval]) -> list[list[Interval]]:
     return found
 
 
-def costs(intervals: Iterable[Interval]) -> tuple[Cost, ...]:
-    found: dict[tuple[str, str], list[list[Interval]]] = {}
+def costs(intervals: Iterable[Interval], gpus: int | None) -> list[Cost]:
+    """Return what each gap in training has cost."""
+    found = []
     for gap in gaps(intervals):
-        found.setdefault((gap[0].cause, gap[0].node_id), []).append(gap)
-    listed = [
+        node_ms = sum(one.node_ms for one in gap)
+        work_ms = sum(one.ms * one.seats for one in gap)
+        gpu_ms = None if gpus is None else node_ms * gpus
+        ms, cause = sum(one.ms for one in gap), (gap[0].cause, gap[0].node_id)
+        found.append(Cost(*cause, 1, ms, node_ms, work_ms, gpu_ms))
+    return found
+
+
+def added(found: Iterable[Cost], names: Callable[[Cost], tuple[str, str]]) -> tuple[Cost, ...]:
+    """Add costs up by the cause and node that `names` returns, the largest node time first."""
+    parts: dict[tuple[str, str], list[Cost]] = {}
+    for cost in found:
+        parts.setdefault(names(cost), []).append(cost)
+    sums = [
         Cost(
-            cause=cause,
-            node_id=node_id,
-            times=len(parts),
-            ms=sum(one.ms for gap in parts for one in gap),
-            node_ms=sum(one.node_ms for gap in parts for one in gap),
+            *of,
+            times=sum(cost.times for cost in each),
+            ms=sum(cost.ms for cost in each),
+            node_ms=sum(cost.node_ms for cost in each),
+            work_ms=sum(cost.work_ms for cost in each),
+            gpu_ms=gpu_total(cost.gpu_ms for cost in each),
         )
-        for (cause, node_id), parts in found.items()
+        for of, each in parts.items()
     ]
-    return tuple(sorted(listed, key=lambda cost: (-cost.node_ms, -cost.ms, cost.cause)))
+    return tuple(sorted(sums, key=lambda one: (-one.node_ms, -one.ms, one.cause, one.node_id)))
+
+
+def gpu_total(parts: Iterable[int | None]) -> int | None:
+    """Return the sum, or None if a part is unknown."""
+    found = list(parts)
+    return None if None in found else sum(part or 0 for part in found)
 
 
 def _begins(one: Interval, before: Interval | None) -> bool:
@@ -338,7 +364,7 @@ class Book:
             node_ms=sum(interval.node_ms for interval in book.booked),
             gpus_per_node=self._gpus,
             phases=phases,
-            costs=costs(book.booked),
+            costs=added(costs(book.booked, self._gpus), lambda one: (one.cause, one.node_id)),
             comebacks=comebacks(book.booked),
             intervals=tuple(book.booked),
         )
@@ -461,36 +487,33 @@ class Book:
             self._held.append((now_ms, nodes))
 
     def _note_evidence(self, event: history.Kept | None, now_ms: int) -> None:
+        at_ms = now_ms - getattr(event, "age_ms", 0)
         match event:
             case events.WorkersStarted():
                 self._of(event.round).way = _way_of_start(event)
             case events.FirstCollectiveMade():
-                self._collective(self._of(event.round), now_ms - event.age_ms)
+                self._collective(self._of(event.round), at_ms)
             case events.FirstStepMade():
-                self._step(self._of(event.round), event, now_ms)
-            case events.LostStepsRedone():
-                round_ = self._of(event.round)
-                if round_.redone_ms is None:
-                    round_.redone_ms = now_ms - event.age_ms
+                self._step(self._of(event.round), event.step, at_ms)
+            case events.LostStepsRedone() if (of := self._of(event.round)).redone_ms is None:
+                of.redone_ms = at_ms
             case events.LastStepMade():
-                round_ = self._of(event.round)
-                round_.last_ms = now_ms - event.age_ms
-                round_.furthest = _further(round_.furthest, event.step)
+                of = self._of(event.round)
+                of.last_ms, of.furthest = at_ms, _further(of.furthest, event.step)
             case history.WorkerFailed():
-                round_ = self._of(event.round)
-                round_.failed_ms = _earlier(round_.failed_ms, now_ms - event.age_ms)
+                of = self._of(event.round)
+                of.failed_ms = _earlier(of.failed_ms, at_ms)
             case events.WorkersHang():
-                round_ = self._of(event.round)
-                round_.hung_ms = _earlier(round_.hung_ms, now_ms - event.silent_ms)
+                of = self._of(event.round)
+                of.hung_ms = _earlier(of.hung_ms, now_ms - event.silent_ms)
             case events.HangOver():
                 self._of(event.round).hung_ms = None
-            case events.NodeLost():
-                if self._round is not None:
-                    self._round.lost_ms.setdefault(event.node_id, now_ms - event.silent_ms)
+            case events.NodeLost() if self._round is not None:
+                self._round.lost_ms.setdefault(event.node_id, now_ms - event.silent_ms)
 
-    def _step(self, round_: _Round, event: events.FirstStepMade, now_ms: int) -> None:
+    def _step(self, round_: _Round, step: int, at_ms: int) -> None:
         if round_.first is None:
-            round_.first = now_ms - event.age_ms, event.step
+            round_.first = at_ms, step
         if not self._any_steps:
             self._any_steps = True
             self._never_trained()

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rdzv.structs import replace, struct
-from rdzv.view.advice import Change, best_first, lost_work, of_job, without_worst_node
+from rdzv.view.advice import Change, best_first, of_job, without_worst_node
 from rdzv.view.answers import ENDED, Event, JobSummary
-from rdzv.view.ledger import Cost, Interval, Ledger, LedgerPhase, costs, ledgers_of, summed
+from rdzv.view.ledger import (
+    Cost,
+    Interval,
+    Ledger,
+    LedgerPhase,
+    added,
+    costs,
+    gpu_total,
+    ledgers_of,
+    summed,
+)
 
 
 @struct(frozen=True)
@@ -27,19 +37,6 @@ class JobLine:
 
 
 @struct(frozen=True)
-class Loss:
-    """The cost of one cause, or of one node, for all jobs."""
-
-    name: str
-    """The cause or the node_id."""
-    times: int
-    ms: int
-    node_ms: int
-    gpu_ms: int | None
-    """The GPU time lost, or None if the number of GPUs of an affected run is unknown."""
-
-
-@struct(frozen=True)
 class Report:
     """A summary of how all jobs spent a period of time."""
 
@@ -50,24 +47,21 @@ class Report:
     node_ms: int
     jobs: tuple[JobLine, ...]
     """One line per job, with the largest lost node time first."""
-    causes: tuple[Loss, ...]
-    nodes: tuple[Loss, ...]
-    """The losses by node, for nodes to which a cause refers."""
+    causes: tuple[Cost, ...]
+    nodes: tuple[Cost, ...]
+    """The costs by node, for nodes to which a cause refers."""
     advice: tuple[Change, ...]
     """What changes would have saved, best first."""
 
 
 @struct(frozen=True)
 class JobShare:
-    """One job's part of a report: its line, its time by phase, and its costs."""
+    """One job's part of a report: its line, its time by phase, and what each gap has cost."""
 
     line: JobLine
     phases: dict[str, int]
-    costs: tuple[tuple[Cost, int | None], ...]
-    """Each cost, with the number of GPUs per node in its run."""
+    costs: Sequence[Cost]
     changes: Sequence[Change]
-    lost_work: Sequence[tuple[str, int]]
-    """The work lost in each gap in training, with the node that its cause refers to."""
     nodes: int
     """The most nodes that it had at once."""
 
@@ -110,14 +104,21 @@ def spent_by(
     if not found:
         return None
     every = [intervals for _, intervals in found]
-    return JobShare(
-        line=_line(job.rdzv_id, found),
-        phases=summed(one for intervals in every for one in intervals),
-        costs=tuple((cost, run.gpus_per_node) for run, its in found for cost in costs(its)),
-        changes=of_job(job, every, snapshot_ms),
-        lost_work=lost_work(every),
-        nodes=max(one.nodes for intervals in every for one in intervals),
+    whole = [one for intervals in every for one in intervals]
+    owed = [cost for run, its in found for cost in costs(its, run.gpus_per_node)]
+    phases, wall_ms = summed(whole), sum(one.ms for one in whole)
+    line = JobLine(
+        rdzv_id=job.rdzv_id,
+        runs=len(found),
+        wall_ms=wall_ms,
+        goodput=phases[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
+        steps_reported=all(run.steps_reported for run, _ in found),
+        node_ms=sum(one.node_ms for one in whole),
+        lost_node_ms=sum(cost.node_ms for cost in owed),
+        lost_gpu_ms=gpu_total(cost.gpu_ms for cost in owed),
     )
+    most = max(one.nodes for one in whole)
+    return JobShare(line, phases, owed, of_job(job, every, snapshot_ms), most)
 
 
 def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Report:
@@ -126,63 +127,18 @@ def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Repo
     owed = [cost for job in found for cost in job.costs]
     phases = {p.value: sum(job.phases[p] for job in found) for p in LedgerPhase}
     node_ms = sum(line.node_ms for line in lines)
-    trained_ms = node_ms - sum(line.lost_node_ms for line in lines)
-    lost = [work for job in found for work in job.lost_work]
-    worst = without_worst_node(lost, max((job.nodes for job in found), default=0))
+    goodput = 1 - sum(line.lost_node_ms for line in lines) / node_ms if node_ms else None
+    blamed = [cost for cost in owed if cost.node_id]
+    most = max((job.nodes for job in found), default=0)
+    worst = without_worst_node(blamed, most, goodput or 0)
     return Report(
         from_unix_ms=from_ms,
         until_unix_ms=until_ms,
         phases=phases,
-        goodput=trained_ms / node_ms if node_ms else None,
+        goodput=goodput,
         node_ms=node_ms,
         jobs=tuple(sorted(lines, key=lambda line: (-line.lost_node_ms, line.rdzv_id))),
-        causes=_losses((cost.cause, cost, gpus) for cost, gpus in owed),
-        nodes=_losses((cost.node_id, cost, gpus) for cost, gpus in owed if cost.node_id),
+        causes=added(owed, lambda cost: (cost.cause, "")),
+        nodes=added(blamed, lambda cost: ("", cost.node_id)),
         advice=best_first([*(change for job in found for change in job.changes), *worst]),
     )
-
-
-def _line(rdzv_id: str, spent: Sequence[tuple[Ledger, tuple[Interval, ...]]]) -> JobLine:
-    intervals = [one for _, found in spent for one in found]
-    wall_ms = sum(one.ms for one in intervals)
-    lost = [(run.gpus_per_node, _lost_node_ms(found)) for run, found in spent]
-    return JobLine(
-        rdzv_id=rdzv_id,
-        runs=len(spent),
-        wall_ms=wall_ms,
-        goodput=summed(intervals)[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
-        steps_reported=all(run.steps_reported for run, _ in spent),
-        node_ms=sum(one.node_ms for one in intervals),
-        lost_node_ms=sum(node_ms for _, node_ms in lost),
-        lost_gpu_ms=_of_gpus(lost),
-    )
-
-
-def _lost_node_ms(intervals: Iterable[Interval]) -> int:
-    return sum(one.node_ms for one in intervals if one.phase != LedgerPhase.TRAINING)
-
-
-def _of_gpus(spent: Iterable[tuple[int | None, int]]) -> int | None:
-    total = 0
-    for gpus, node_ms in spent:
-        if gpus is None:
-            return None
-        total += gpus * node_ms
-    return total
-
-
-def _losses(owed: Iterable[tuple[str, Cost, int | None]]) -> tuple[Loss, ...]:
-    found: dict[str, list[tuple[Cost, int | None]]] = {}
-    for name, cost, gpus in owed:
-        found.setdefault(name, []).append((cost, gpus))
-    losses = [
-        Loss(
-            name=name,
-            times=sum(cost.times for cost, _ in parts),
-            ms=sum(cost.ms for cost, _ in parts),
-            node_ms=sum(cost.node_ms for cost, _ in parts),
-            gpu_ms=_of_gpus((gpus, cost.node_ms) for cost, gpus in parts),
-        )
-        for name, parts in found.items()
-    ]
-    return tuple(sorted(losses, key=lambda loss: (-loss.node_ms, -loss.ms, loss.name)))

@@ -86,8 +86,8 @@ export class ReportView {
     const net = (one) => `${hours(one.net_ms)}${one.spread_ms ? ` ± ${hours(one.spread_ms)}` : ""}`;
     fillAnew(
       this.cards,
-      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.name || "the start", one, gpus))),
-      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.name) }, one.name), one, gpus))),
+      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.cause || "the start", one, gpus))),
+      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.node_id) }, one.node_id), one, gpus))),
       table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
       table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", ...(gpus ? ["Lost GPU-hours"] : [])], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), ...(gpus ? [hours(job.lost_gpu_ms)] : [])])),
       table("What changes would have saved, in node-hours", ["Change", "Job", "Now", "Saves", "Costs", "Net", "Verdict"], report.advice.map((one) => [one.change, one.rdzv_id, one.now, hours(one.saves_ms), hours(one.costs_ms), net(one), one.verdict])),

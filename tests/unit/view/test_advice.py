@@ -12,7 +12,7 @@ from past_events import a_summary, an_event
 from rdzv.core import events
 from rdzv.core.model import Cause
 from rdzv.view import history
-from rdzv.view.advice import Change
+from rdzv.view.advice import Change, loss_ms
 from rdzv.view.answers import Event
 from rdzv.view.history import Kept
 from rdzv.view.ledger import ledgers_of
@@ -129,6 +129,15 @@ def test_without_the_cost_of_a_snapshot_it_is_told_when_a_change_pays() -> None:
     (even,) = (one for one in priced if one.steps == half.steps)
     assert even.net_ms == pytest.approx(0, abs=100)
     assert even.verdict == "may be worth it"
+
+
+@pytest.mark.parametrize("between_ms", [1, 10_000, 10**12])
+@pytest.mark.parametrize("every_ms", [1e-9, 1e-3, 1, 3_000, 1e15])
+def test_a_loss_is_at_most_half_an_interval_however_rare_failures_are(
+    every_ms: float, between_ms: float
+) -> None:
+    """Also where the formula as it is written loses all precision, or overflows."""
+    assert 0 < loss_ms(every_ms, between_ms) <= min(every_ms / 2, between_ms)
 
 
 def test_kept_workers_and_jobs_without_progress_get_no_interval() -> None:

@@ -11,7 +11,7 @@ from rdzv.core import events
 from rdzv.core.model import Cause, Result
 from rdzv.view import history
 from rdzv.view.history import Kept
-from rdzv.view.ledger import Comeback, Cost, Interval, Ledger, LedgerPhase, costs, ledgers_of
+from rdzv.view.ledger import Comeback, Cost, Interval, Ledger, LedgerPhase, ledgers_of
 
 Story = Sequence[tuple[float, Kept]]
 """Events with their times in seconds."""
@@ -449,9 +449,9 @@ def test_what_each_cause_and_node_has_cost() -> None:
     ]
     second_cost, first_cost, start = ledger_of(story, now_s).costs
     # 2 nodes are held from second 4 on, and one before.
-    assert first_cost == Cost("worker failure", "n2", 1, 15_000, 30_000)
-    assert second_cost == Cost("store host", "n1", 1, 15_000, 30_000)
-    assert start == Cost("", "", 1, 10_000, 16_000)
+    assert first_cost == Cost("worker failure", "n2", 1, 15_000, 30_000, 30_000, None)
+    assert second_cost == Cost("store host", "n1", 1, 15_000, 30_000, 30_000, None)
+    assert start == Cost("", "", 1, 10_000, 16_000, 20_000, None)
 
 
 def test_how_long_it_took_to_train_again_is_told_by_how_the_workers_came() -> None:
@@ -523,7 +523,7 @@ def test_the_nodes_time_is_counted_while_they_are_held() -> None:
     ]
     ledger = ledger_of(story, 20)
     assert [one.node_ms for one in ledger.intervals] == [30_000, 20_000]
-    assert costs(ledger.intervals) == (Cost("node lost", "n3", 1, 10_000, 20_000),)
+    assert ledger.costs == (Cost("node lost", "n3", 1, 10_000, 20_000, 30_000, None),)
 
 
 def test_runs_are_apart() -> None:

@@ -43,11 +43,11 @@ def test_all_jobs_are_summed_up_by_cause_and_node() -> None:
     assert found.node_ms == sum(line.node_ms for line in found.jobs)
     lost = found.node_ms - sum(line.lost_node_ms for line in found.jobs)
     assert found.goodput == pytest.approx(lost / found.node_ms)
-    by_cause = {loss.name: loss for loss in found.causes}
+    by_cause = {loss.cause: loss for loss in found.causes}
     assert by_cause["node lost"].times == 2
     # Held: two nodes while the failure is detected, and one from then on.
     assert by_cause["node lost"].node_ms == 2 * (15_000 * 2 + 10_000)
-    assert [loss.name for loss in found.nodes] == ["n2"]
+    assert [loss.node_id for loss in found.nodes] == ["n2"]
     assert found.nodes[0].times == 3
     walls = sum(ledger.wall_ms for ledger in (LOST, LOST, DRAINED, QUEUED))
     assert sum(found.phases.values()) == walls
