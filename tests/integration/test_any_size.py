@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from any_size_training import Rows, loss_of, samples_of, steps_of
@@ -20,13 +21,18 @@ def steps(made: World) -> dict[int, Rows]:
     return steps_of(row for one in made.all for row in one.lines("step"))
 
 
+def trained(folder: Path, size: int, **how: Any) -> dict[int, Rows]:
+    """Train in one round, without faults."""
+    folder.mkdir()
+    with world(folder, "any_size_training.train", **how) as made:
+        made.begin(size)
+        finish(made)
+        return steps(made)
+
+
 def test_losses_samples_and_rates_are_those_of_one_worker(tmp_path: Path) -> None:
     """4 workers, one killed in a step, 3, one killed, 2, 4 again; 22 samples in 4 parts."""
-    (tmp_path / "alone").mkdir()
-    with world(tmp_path / "alone", "any_size_training.train", epochs=EPOCHS) as made:
-        made.begin(1)
-        finish(made)
-        expected = steps(made)
+    expected = trained(tmp_path / "alone", 1, epochs=EPOCHS)
     faults = [at(3, 4, "forward", "kill", 0), at(2, 13, "forward", "kill", 1)]
     faults.append(at(0, 17, "forward", "sleep", 2, seconds=0.3))
     with world(tmp_path, "any_size_training.train", epochs=EPOCHS, faults=faults) as made:
@@ -52,3 +58,12 @@ def test_losses_samples_and_rates_are_those_of_one_worker(tmp_path: Path) -> Non
     for epoch in range(EPOCHS):
         done = [rows for rows in found.values() if rows[0]["epoch"] == epoch]
         assert Counter(index for rows in done for index in samples_of(rows)) == Counter(range(96))
+
+
+def test_a_sharded_model_makes_the_same_steps_with_any_number_of_ranks(tmp_path: Path) -> None:
+    found = [trained(tmp_path / f"{n}", n, epochs=1, sharded=True) for n in (1, 3)]
+    expected = trained(tmp_path / "alone", 1, epochs=1)
+    for step, rows in expected.items():
+        assert [loss_of(one[step]) for one in found] == pytest.approx(
+            [loss_of(rows)] * 2, rel=1e-11
+        )

@@ -366,13 +366,20 @@ def test_a_value_that_cannot_be_sent_is_refused_in_the_first_round(tmp_path: Pat
             assert not worker.lines("begin")
 
 
-def test_states_that_differ_in_size_are_refused_before_anything_hangs(tmp_path: Path) -> None:
-    with world(tmp_path, "differing") as made:
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("model", "model.weight is [3, 4] float32 on rank 1, and [2, 4] float32 on rank 0"),
+        ("sampler", "micro_batch=2, seed=0 on rank 1, and 9 samples, batch_size=None, global_"),
+    ],
+)
+def test_states_that_differ_are_refused_before_anything_hangs(
+    tmp_path: Path, entry: str, reason: str
+) -> None:
+    with world(tmp_path, "differing", entry=entry) as made:
         first, second = made.begin(2)
         assert (first.exit_code(), second.exit_code()) == (1, 1)
-        assert "model.weight is [3, 4] float32 on rank 1, and [2, 4] float32 on rank 0" in (
-            second.text()
-        )
+        assert reason in second.text()
         assert "MismatchError: the state of rank 1 differs" in first.text()
 
 

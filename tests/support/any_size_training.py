@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kept_training import fault, make_data, say, weights
+from kept_training import fault, make_data, say
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +32,22 @@ class Augmented(TensorDataset):
         return at, x * factor, y
 
 
+def build(steps: int, *, sharded: bool) -> dict[str, Any]:
+    """Build what is trained, alike on all ranks, which then draw numbers of their own."""
+    torch.manual_seed(11)
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1)
+    ).double()
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    torch.manual_seed(int(os.environ["RANK"]))
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
 def train(
     epochs: int,
     faults: list[dict[str, Any]] | None = None,
@@ -39,6 +55,7 @@ def train(
     micro_batch: int = 6,
     pause_s: float = 0.0,
     waits: tuple[int, int] = (0, 0),
+    sharded: bool = False,
     **options: Any,
 ) -> None:
     """Train with a global batch, dropout, batch norm, augmentation, and a rate for each step.
@@ -47,28 +64,22 @@ def train(
     names a step, and how many workers it waits for. With parts of half the size, batch norm would
     make the training unstable: rounding errors would grow a thousandfold every sixty steps.
     """
-    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    torch.manual_seed(11)
-    model = nn.Sequential(
-        nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 1)
-    ).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     at, x, y = make_data().tensors
     data = Augmented(at, x.double(), y.double())
     sampler = ElasticBatchSampler(data, global_batch=global_batch, micro_batch=micro_batch, seed=3)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, epochs * -(-len(data) // global_batch)
-    )
+    steps = epochs * -(-len(data) // global_batch)
+
     state = State(
-        model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, step=0, **options
+        sampler=sampler, step=0, **({} if sharded else build(steps, sharded=False)), **options
     )
-    torch.manual_seed(rank)
 
     @elastic
     def run(state: State, round_: Round) -> None:
         say("begin", round=round_.number, rank=round_.rank, world=round_.world_size)
-        model = DistributedDataParallel(state.model)
+        if sharded:
+            state.add(**build(steps, sharded=True))
+        model = state.model if sharded else DistributedDataParallel(state.model)
         parts: list[tuple[list[int], float, float]] = []
         while (epoch := state.sampler.epoch) < epochs:
             loader: DataLoader[Any] = DataLoader(
@@ -85,7 +96,7 @@ def train(
                 parts.append((indices.tolist(), part.weight, loss.item()))
                 if not part.is_last:
                     continue
-                rate = optimizer.param_groups[0]["lr"]
+                rate = state.optimizer.param_groups[0]["lr"]
                 state.optimizer.step()
                 state.optimizer.zero_grad()
                 state.scheduler.step()
@@ -103,7 +114,7 @@ def train(
                     time.sleep(0.01)
 
     run(state)
-    say("done", step=state.step, weights=weights(state))
+    say("done", step=state.step)
 
 
 Rows = list[Mapping[str, Any]]

@@ -255,10 +255,14 @@ def until_told() -> None:
     say("returned")
 
 
-def differing() -> None:
-    """Build another model on each rank."""
+def differing(entry: str) -> None:
+    """Build another model, or another sampler, on each rank."""
     rank = int(os.environ["RANK"])
-    elastic(lambda state, round_: None)(State(model=nn.Linear(4, 2 + rank)))
+    entries = {
+        "model": nn.Linear(4, 2 + rank),
+        "sampler": ElasticBatchSampler(9, global_batch=4, micro_batch=1 + rank),
+    }
+    elastic(lambda state, round_: None)(State(**{entry: entries[entry]}))
 
 
 def with_old_wrapper() -> None:

@@ -233,7 +233,7 @@ def test_a_step_is_refused_in_its_middle() -> None:
     with pytest.raises(WorkerError, match=r"without a batch"):
         sampler.begin_micro_batch()
     list(islice(batches, 3))
-    with pytest.raises(WorkerError, match=r"ended without state\.accumulate"):
+    with pytest.raises(WorkerError, match=r"with state\.accumulate\(model\) as part"):
         sampler.refuse_unfinished_step()
     assert not sampler.begin_micro_batch().is_last
     with pytest.raises(WorkerError, match=r"has more micro-batches.*if part\.is_last"):
@@ -249,18 +249,22 @@ def test_a_step_is_refused_in_its_middle() -> None:
     sampler.refuse_unfinished_step()
 
 
-def test_a_global_batch_with_fewer_samples_than_ranks_is_refused(
+def test_a_global_batch_with_fewer_samples_than_ranks_is_refused_at_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sampler = ElasticBatchSampler(99, global_batch=4, micro_batch=2)
-    with pytest.raises(WorkerError, match="global_batch is 4, but there are 5 workers"):
+    with pytest.raises(WorkerError, match=r"is 4, or 2 micro-batches, for 5 workers, so 3 of them"):
         sampler.begin_round(4, 5)
     # Where there are enough samples, but not enough micro-batches, ranks are wasted.
     sampler.begin_round(0, 2)
     sampler.begin_round(1, 3)
     assert capsys.readouterr().err == ""
     sampler.begin_round(0, 3)
-    assert "has 2 micro-batches, so 1 of 3 workers only repeat" in capsys.readouterr().err
+    assert "for 3 workers, so 1 of them have nothing to do" in capsys.readouterr().err
+    # A training that has begun goes on, though workers have come.
+    sampler.load_state_dict({**sampler.state_dict(), "position": 4})
+    sampler.begin_round(0, 5)
+    assert "for 5 workers, so 3 of them have nothing to do" in capsys.readouterr().err
 
 
 def test_another_global_batch_is_refused() -> None:
@@ -304,9 +308,9 @@ def test_another_data_set_is_refused() -> None:
         ({"global_batch": -1, "micro_batch": 1}, "global_batch is -1;"),
         ({}, "batch_size is None and global_batch is None: give one"),
         ({"batch_size": 2, "global_batch": 4, "micro_batch": 2}, "is 2 and global_batch is 4"),
-        ({"global_batch": 4}, "global_batch=4 needs micro_batch"),
-        ({"global_batch": 4, "micro_batch": 5}, "micro_batch is 5, but a step has only 4"),
-        ({"batch_size": 4, "micro_batch": 5}, "micro_batch is 5, but a step has only 4"),
+        ({"global_batch": 4}, "micro_batch is None, but 4 samples need one of 1 to 4"),
+        ({"global_batch": 4, "micro_batch": 5}, "micro_batch is 5, but 4 samples need"),
+        ({"batch_size": 4, "micro_batch": 5}, "micro_batch is 5, but 4 samples need"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(how: dict[str, Any], reason: str) -> None:

@@ -138,9 +138,9 @@ class Contents:
         }
 
 
-def described(contents: Contents) -> tuple[list[list[str]], str]:
+def described(contents: Contents, *more: list[str]) -> tuple[list[list[str]], str]:
     """Return a description of everything that must match on all ranks, and its hash."""
-    manifest = contents.manifest()
+    manifest = [*contents.manifest(), *more]
     return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 

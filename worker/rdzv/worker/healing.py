@@ -189,7 +189,8 @@ def _exchange_offers(
     hashed: str,
     verified: dict[str, Any],
 ) -> tuple[list[StateOffer], list[list[str]]]:
-    manifest, manifest_digest = described(sealing.contents)
+    samplers = [[f"state.{name}", one.given] for name, one in sealing.samplers.items()]
+    manifest, manifest_digest = described(sealing.contents, *samplers)
     mine = StateOffer(
         # Like a new process, a rank that has never begun to train has nothing to offer.
         kept=sealing.has_begun,

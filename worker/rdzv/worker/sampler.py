@@ -87,13 +87,13 @@ class ElasticBatchSampler:
                 f"batch_size is {batch_size} and global_batch is {global_batch}: give one of them, "
                 "the number of samples in a step per rank, or of all ranks together"
             )
-        if global_batch and not micro_batch:
+        if (global_batch and micro_batch is None) or (micro_batch or 0) > step:
             raise ValueError(
-                f"global_batch={global_batch} needs micro_batch, the number of samples in one "
-                "forward pass; it stays the same when the number of ranks changes"
+                f"micro_batch is {micro_batch}, but {step} samples need one of 1 to {step}: the "
+                "number in one forward pass, which does not depend on the number of workers"
             )
-        if micro_batch and micro_batch > step:
-            raise ValueError(f"micro_batch is {micro_batch}, but a step has only {step} samples")
+        self.given = f"{self.size} samples, {batch_size=}, {global_batch=}, {micro_batch=}, {seed=}"
+        """What must be the same on all ranks."""
         self.batch_size = batch_size
         self.global_batch = global_batch
         self.micro_batch = micro_batch
@@ -116,8 +116,8 @@ class ElasticBatchSampler:
     def begin_round(self, rank: int, world_size: int) -> None:
         """Divide the samples among a new round's ranks. Older iterators raise from now on.
 
-        Raises `WorkerError` if a step has fewer samples than there are ranks, or if `drop_tail`
-        would leave no samples in an epoch.
+        Raises `WorkerError` if training would begin with fewer samples in a step than ranks, or if
+        `drop_tail` would leave no samples in an epoch.
         """
         self._rank = rank
         self._world_size = world_size
@@ -125,23 +125,22 @@ class ElasticBatchSampler:
         self._current = None
         self._yielded.clear()
         step = self._per_step
-        if step < world_size:
-            raise WorkerError(
-                f"global_batch is {step}, but there are {world_size} workers, and each needs a "
-                f"sample in each step: choose at least {world_size}, or run at most {step} workers"
-            )
         if self.drop_tail and self.size < step:
             raise WorkerError(
                 f"drop_tail leaves nothing of {self.size} samples in a world of {world_size} with "
                 f"steps of {step}: choose a smaller batch, or keep the tail"
             )
-        if rank == 0 and (count := self._count(step)) < world_size:
-            warn(
-                None,
-                f"a step of {step} samples has {count} micro-batches, so {world_size - count} of "
-                f"{world_size} workers only repeat those of others: choose a micro_batch of at "
-                f"most {step // world_size}, or fewer workers",
+        if (count := self._count(step)) < world_size:
+            idle = (
+                f"global_batch is {step}, or {count} micro-batches, for {world_size} workers, so "
+                f"{world_size - count} of them have nothing to do: choose more samples, smaller "
+                "micro-batches, or fewer workers"
             )
+            # Later, the job goes on, because workers may also leave again.
+            if step < world_size and not self.epoch and not self.position:
+                raise WorkerError(idle)
+            if rank == 0:
+                warn(None, idle)
         self._end_epoch()
 
     def begin_micro_batch(self) -> MicroBatch:
@@ -161,15 +160,14 @@ class ElasticBatchSampler:
 
     def refuse_unfinished_step(self) -> None:
         """Raise `WorkerError` if this rank has more micro-batches in the step."""
-        if self._current is not None and not self._current.is_last:
+        if self._current is None:
+            is_unfinished = self.micro_batch is not None and bool(self._yielded)
+        else:
+            is_unfinished = not self._current.is_last
+        if is_unfinished:
             raise WorkerError(
-                "the step has more micro-batches: call the optimizer's step and state.commit() "
-                "after the last one, `if part.is_last` (with state.accumulate(model) as part)"
-            )
-        if self._current is None and self._yielded and self.micro_batch is not None:
-            raise WorkerError(
-                "a step of several micro-batches ended without state.accumulate(): compute each "
-                "batch inside `with state.accumulate(model) as part`"
+                "the step has more micro-batches: compute each in `with state.accumulate(model) as "
+                "part`, and call the optimizer's step and state.commit() `if part.is_last`"
             )
 
     def commit(self) -> None:

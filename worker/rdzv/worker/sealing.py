@@ -39,9 +39,11 @@ class Sealing:
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
         self.contents = Contents(entries)
-        self.samplers = [
-            one for one in self.contents.objects.values() if isinstance(one, ElasticBatchSampler)
-        ]
+        self.samplers = {
+            name: one
+            for name, one in self.contents.objects.items()
+            if isinstance(one, ElasticBatchSampler)
+        }
         self.step: int | None = None
         """The number of sealed steps, or None before the first."""
         self.torn = False
@@ -129,7 +131,7 @@ class Sealing:
             # An interrupted backward pass may have left gradients.
             for parameter in parameters_of(optimizer):
                 parameter.grad = None
-        for sampler in self.samplers:
+        for sampler in self.samplers.values():
             sampler.begin_round(rank, world_size)
             sampler.on_first_batch = self._restore_rng
         self._seal()
@@ -150,7 +152,7 @@ class Sealing:
     def commit(self) -> None:
         self._refuse_unfinished_step()
         self.shards.commit()
-        for sampler in self.samplers:
+        for sampler in self.samplers.values():
             sampler.commit()
         self._seal()
         self.step = (self.step or 0) + 1
@@ -219,7 +221,7 @@ class Sealing:
             restore_rng(self._sealed.rng)
 
     def _refuse_unfinished_step(self) -> None:
-        for sampler in self.samplers:
+        for sampler in self.samplers.values():
             sampler.refuse_unfinished_step()
 
     def _refuse_or_tear(self, optimizer: Any, args: Any, kwargs: Any) -> None:

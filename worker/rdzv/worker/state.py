@@ -129,12 +129,13 @@ class State:
                 f"state.accumulate() was called with {type(model).__name__}, which exchanges no "
                 "gradients: give it the DistributedDataParallel wrapper"
             )
-        if len(self._sealing.samplers) != 1:
+        samplers = list(self._sealing.samplers.values())
+        if len(samplers) != 1:
             raise WorkerError(
                 "state.accumulate() needs one ElasticBatchSampler in the state, which has "
-                f"{len(self._sealing.samplers)}: give it to State(sampler=...)"
+                f"{len(samplers)}: give it to State(sampler=...)"
             )
-        part = self._sealing.samplers[0].begin_micro_batch()
+        part = samplers[0].begin_micro_batch()
         if part.of is not None:
             derive_rng("micro-batch", *part.of, is_frequent=True)
         if set_sync is not None:
