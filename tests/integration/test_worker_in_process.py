@@ -381,6 +381,7 @@ def test_a_short_timeout_does_not_limit_how_long_new_workers_take_to_start(
 ) -> None:
     made: list[timedelta] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, timeout, **__: made.append(timeout))
+    monkeypatch.setenv("RDZV_RECONFIGURE", "0")
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))

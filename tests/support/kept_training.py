@@ -93,7 +93,7 @@ def fault(
                 time.sleep(600)
 
 
-def stop_at(rank: int, operation: int) -> None:
+def stop_at(rank: int, operation: int, round_: int = 0) -> None:
     """Make a rank stop itself before one operation on the store of its first round."""
     made = groups.recording_store
     left = operation
@@ -104,7 +104,7 @@ def stop_at(rank: int, operation: int) -> None:
             refuse()
             left -= 1
             place = (os.environ["RANK"], os.environ["RDZV_ROUND"])
-            if left == -1 and place == (str(rank), "0"):
+            if left == -1 and place == (str(rank), str(round_)):
                 say("stops")
                 os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -134,7 +134,7 @@ def train(
     steps: int,
     faults: list[dict[str, Any]] | None = None,
     workers: int = 0,
-    stops_at: tuple[int, int] | None = None,
+    stops_at: tuple[int, ...] | None = None,
     settles: bool = False,
     **options: Any,
 ) -> None:
@@ -393,6 +393,32 @@ def with_old_group() -> None:
         while True:
             dist.all_reduce(torch.ones(1))
             state.check()
+
+    run(State(step=0))
+
+
+def with_default_group() -> None:
+    """Hold on to the default group of the first round, and use it in all."""
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        is_same = trainer.group is dist.group.WORLD
+        trainer.group = dist.group.WORLD
+        ranks = torch.full((1,), dist.get_rank())
+        dist.all_reduce(ranks, group=trainer.group)
+        last = torch.full((1,), round_.rank)
+        dist.broadcast(last, src=round_.world_size - 1)
+        half = torch.ones(1)
+        halves = min(2, round_.world_size)
+        mine = [dist.new_group(list(range(of, round_.world_size, 2))) for of in range(halves)]
+        dist.all_reduce(half, group=mine[round_.rank % 2])
+        members = dist.get_process_group_ranks(dist.group.WORLD)
+        found = {"ranks": int(ranks), "last": int(last), "half": int(half), "members": members}
+        say("group", round=round_.number, is_same=is_same, **found)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            state.step += 1
+            state.commit()
 
     run(State(step=0))
 

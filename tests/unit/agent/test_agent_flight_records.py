@@ -87,6 +87,15 @@ def test_of_a_group_that_was_made_again_only_the_new_one_counts() -> None:
     assert (group.entered, group.pending) == (1, None)
 
 
+def test_of_a_group_that_was_reconfigured_only_what_followed_counts() -> None:
+    """Its numbers begin again; what the former ranks had begun is never done."""
+    former = [entry(n, retired=n < 3) for n in range(1, 4)]
+    now = [entry(n, time_created_ns=NOW_NS - 1_000 + n) for n in range(1, 3)]
+    for entries in (former + now, now + former):  # In whatever order torch writes them.
+        (group,) = record(*entries).groups
+        assert (group.entered, [one.done for one in group.latest]) == (2, [True, True])
+
+
 def test_messages_between_two_ranks_are_no_collectives() -> None:
     (group,) = record(entry(1), entry(1, "nccl:send 0->1", is_p2p=True, retired=False)).groups
     assert group.pending is None
@@ -155,9 +164,9 @@ def times(*entries: dict[str, Any]) -> dict[str, flight_records.GroupTimes]:
 
 def test_gloos_are_entered_when_they_are_recorded() -> None:
     found = times(
-        entry(1, time_created_ns=NOW_NS + 5_000), entry(2, retired=False, time_created_ns=NOW_NS)
+        entry(1, time_created_ns=NOW_NS), entry(2, retired=False, time_created_ns=NOW_NS + 5_000)
     )
-    assert found == {"0": flight_records.GroupTimes({1: 5, 2: 0}, {1: 5, 2: 0})}
+    assert found == {"0": flight_records.GroupTimes({1: 0, 2: 5}, {1: 0, 2: 5})}
 
 
 def test_nccls_are_told_by_their_durations_where_these_are_measured() -> None:

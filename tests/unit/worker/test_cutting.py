@@ -143,6 +143,7 @@ def test_a_collective_has_succeeded_if_it_ended_before_its_connections(
     c10d = SimpleNamespace(_dump_fr_trace_json=dump)
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", c10d)
     cut = gloo_cut(connections[0].address)
+    cut.begin()
     assert not cut.has_begun_another()
     record["1"] = (2, 2)
     assert not cut.is_broken()

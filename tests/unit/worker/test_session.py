@@ -39,7 +39,7 @@ class Groups:
 
     is_unwatched = False
 
-    def __init__(self, round_: Round, options: Options, link: object) -> None:
+    def __init__(self, round_: Round, *_: object) -> None:
         self.round = round_
         self.store = SimpleNamespace(add=lambda *_: 1, set=lambda *_: None, wait=lambda *_: None)
 

@@ -107,8 +107,6 @@ class GlooCut:
         """The inodes of the connections that the runner holds."""
         self._known = 0
         """The number of addresses that had been published at the last `hand_over`."""
-        self._past = _collectives("last_enqueued_collective").keys()
-        """The groups of earlier rounds, which torch's record still contains."""
         self._succeeded: dict[str, int] = {}
         """The last collective of each group that is known to have succeeded."""
         self._is_cut = False
@@ -155,20 +153,24 @@ class GlooCut:
             self._connections = inodes(set(self.published))
         return self._is_cut or any_ended(self._connections)
 
+    def begin(self) -> None:
+        """Note the round's groups, all connected by now, and torch's record of earlier ones."""
+        # A listener that is kept would keep the connection of a knock that it does not wait for.
+        self._knocked = len(self.own)
+        self.is_broken()  # From here on, it sees which connections end.
+        self._succeeded = _collectives("last_enqueued_collective")
+
     def note_success(self) -> None:
         """Note that all earlier collectives have succeeded, as no connection has ended."""
         self._note_succeeded("last_enqueued_collective")
 
     def has_begun_another(self) -> bool:
-        begun = self._counted("last_enqueued_collective")
+        begun = _collectives("last_enqueued_collective")
         return any(number > self._succeeded.get(group, 0) for group, number in begun.items())
 
     def _note_succeeded(self, which: str) -> None:
-        for group, number in self._counted(which).items():
+        for group, number in _collectives(which).items():
             self._succeeded[group] = max(number, self._succeeded.get(group, 0))
-
-    def _counted(self, which: str) -> dict[str, int]:
-        return {group: n for group, n in _collectives(which).items() if group not in self._past}
 
     def hand_over(self, hold_open: Callable[[list[int]], bool]) -> None:
         """Have the runner hold the connections made since the last call, unless there are too many.
@@ -270,7 +272,8 @@ def recording_store(inner: Store, gloo: GlooCut, refuse: Callable[[], None]) -> 
     `refuse` raises once the round is cut, so that no new group can be created. The store must live
     as long as the groups that use it.
     """
-    store: Store = _store_class()(inner, gloo, refuse)
+    store: Store = _store_class()()
+    store.enter(inner, gloo, refuse)  # type: ignore[attr-defined]
     return store
 
 
@@ -280,8 +283,8 @@ def _store_class() -> Any:
     from torch._C._distributed_c10d import Store
 
     class RecordingStore(Store):
-        def __init__(self, inner: Any, gloo: GlooCut, refuse: Callable[[], None]) -> None:
-            super().__init__()
+        def enter(self, inner: Any, gloo: GlooCut, refuse: Callable[[], None]) -> None:
+            """Go on with a round's store. A group that is kept has one store for all its rounds."""
             self._inner, self._gloo, self._refuse = inner, gloo, refuse
 
         def set(self, key: str, value: Any) -> None:
@@ -309,7 +312,7 @@ def _store_class() -> Any:
             return True
 
         def clone(self) -> Any:
-            return type(self)(self._inner.clone(), self._gloo, self._refuse)
+            return recording_store(self._inner.clone(), self._gloo, self._refuse)
 
     for name in (
         *("add", "append", "check", "compare_set", "delete_key", "num_keys", "wait"),

@@ -22,7 +22,6 @@ from .groups import (
     RoundGroups,
     free_groups,
     refuse_groups_from_outside,
-    refuse_old_groups,
 )
 from .healing import heal
 from .link import Go, Link, Release, process_link
@@ -112,6 +111,8 @@ class Session:
                 Session.has_returned = True
                 return value
             order = self.park(over)
+            if not isinstance(order, Go):
+                over.groups.close()
             if isinstance(order, Release):
                 raise over.error from _RaisedInRoundError(over.text)
             if order is None:
@@ -197,7 +198,7 @@ class Session:
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> tuple[Any, Over | None]:
         round_ = self._round = round_of(os.environ, kept=go is not None)
-        groups = self.groups = RoundGroups(round_, self._options, self._link)
+        groups = self.groups = RoundGroups(round_, self._options, self._link, self.groups)
         object.__setattr__(self._state, "_session", self)
         try:
             self._begin(round_, groups, go)
@@ -291,8 +292,8 @@ class Session:
         self.snapshots.wait_until_copied()
         self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
-        over.groups.close()
-        refuse_old_groups(watched, over.round.number)
+        over.groups.close(keep=True)
+        over.groups.refuse_old(watched)
         wait_for_devices()
         for callback in self._state._on_park:
             callback(over.round)

@@ -2,7 +2,7 @@
 
 This module is pure. The record is the JSON from torch's flight recorder: the latest collectives of
 all groups (2,000 by default), and how far each group is. Sequence numbers start again when a group
-is created again under the same name; in that case only the newest group counts.
+is created again under the same name, or reconfigured; only what follows counts.
 """
 
 from __future__ import annotations
@@ -161,10 +161,13 @@ def _by_group(trace: _Trace) -> dict[str, list[_Entry]]:
         name = entry.process_group[0]
         newest[name] = max(newest.get(name, 0), entry.pg_id)
     found: dict[str, list[_Entry]] = {}
-    for entry in trace.entries:
+    for entry in sorted(trace.entries, key=lambda entry: entry.time_created_ns):
         name = entry.process_group[0]
         if not entry.is_p2p and entry.pg_id == newest[name]:
-            found.setdefault(name, []).append(entry)
+            of = found.setdefault(name, [])
+            if of and entry.collective_seq_id < of[-1].collective_seq_id:
+                of.clear()  # The group was reconfigured.
+            of.append(entry)
     return found
 
 

@@ -1,0 +1,115 @@
+"""Where torch can, a worker that stays keeps its default process group: the same object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from kept_workers import World, world
+
+from rdzv.worker.cutting import RoundCut
+from rdzv.worker.groups import Options, RoundGroups, can_reconfigure
+from rdzv.worker.rounds import round_of
+
+pytestmark = [
+    pytest.mark.current_torch,
+    pytest.mark.skipif(not can_reconfigure("gloo"), reason="this torch reconfigures no groups"),
+]
+
+
+def groups_of(made: World) -> list[dict[str, Any]]:
+    return [one.wait_line("group", round=made.number) for one in made.workers]
+
+
+def test_the_default_group_outlives_lost_and_new_ranks(tmp_path: Path) -> None:
+    with world(tmp_path, "with_default_group") as made:
+        first, second, lost = made.begin(3)
+        assert not any(one["is_same"] for one in groups_of(made))
+        lost.kill()
+        made.end([first, second])
+        made.begin(2, [second, first])
+        found = groups_of(made)
+        assert [one["is_same"] for one in found] == [True, True]
+        values = {(one["ranks"], one["last"], one["half"], *one["members"]) for one in found}
+        assert values == {(1, 1, 1, 0, 1)}
+        made.end()
+        made.begin(4, [second, first])
+        found = groups_of(made)
+        assert [one["is_same"] for one in found] == [True, True, False, False]
+        values = {(one["ranks"], one["last"], one["half"], *one["members"]) for one in found}
+        assert values == {(6, 3, 2, 0, 1, 2, 3)}
+        made.end()
+        made.begin(1, [first])
+        assert [one["is_same"] for one in groups_of(made)] == [True]
+
+
+@pytest.mark.parametrize("operation", range(6))
+def test_a_peer_that_dies_within_a_reconfigure_holds_nobody_up(
+    tmp_path: Path, operation: int
+) -> None:
+    """It stops before one operation on the round's store, and is killed once others wait for it."""
+    with world(tmp_path, steps=6) as made:
+        kept = made.begin(2)
+        kept[0].wait_line("step", step=2)
+        made.end()
+        made.begin(3, kept, stops_at=[2, operation, 1])
+        new = made.workers[2]
+        new.wait_line("stops")
+        new.kill()
+        made.end(kept)
+        made.begin(3, kept, stops_at=None)
+        assert [worker.exit_code() for worker in made.workers] == [0, 0, 0]
+
+
+class Link:
+    """A link whose runner says nothing but that rounds are over."""
+
+    holds_connections = False
+
+    def begin(self, number: int, cut: RoundCut) -> None:
+        pass
+
+    def is_over(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_group_that_is_refused_a_round_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Here for a uuid that was used before: a store that serves a round again."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    link: Any = Link()
+
+    def opened(number: int, former: RoundGroups | None) -> RoundGroups:
+        round_ = round_of({"RANK": "0", "WORLD_SIZE": "1", "RDZV_ROUND": str(number)})
+        groups = RoundGroups(round_, Options("gloo"), link, former)
+        try:
+            groups.open()
+        finally:
+            groups.close(keep=True)
+        return groups
+
+    former = opened(0, None)
+    kept = dist.group.WORLD
+    assert dist.is_initialized()
+    former = opened(1, former)
+    assert dist.group.WORLD is kept
+    with pytest.raises(RuntimeError, match="uuid 4294967296 was already used"):
+        opened(1, former)
+    assert not dist.is_initialized()
+    last = opened(2, former)
+    assert dist.group.WORLD is not kept and dist.is_initialized()
+    monkeypatch.setattr(last.store, "enter", lambda *_: 1 / 0)
+    last.close(keep=True)
+    assert not dist.is_initialized()
+    assert "rank 0: warning: the process group is made anew: division by zero" in (
+        capfd.readouterr().err
+    )
