@@ -87,6 +87,7 @@ def test_what_is_large_is_listed_with_its_reason() -> None:
     assert listed == large
 
 
+@pytest.mark.slow
 def test_every_file_that_is_named_exists() -> None:
     text = MAP.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w/]+\.py)(?=[`:])", text)) - {"rdzv/__init__.py"}

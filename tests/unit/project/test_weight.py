@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.source_tree import MAP
 from tests.support.weight import rows, small, weights
 
@@ -16,12 +18,14 @@ def test_no_room_outgrows_its_row() -> None:
     assert not grown, f"take something out, or raise the rows {limits} and say what was removed"
 
 
+@pytest.mark.slow
 def test_a_row_follows_what_is_removed() -> None:
     limits = rows()
     far = [room for room, now in weights(list(limits)).items() if now.is_far_below(limits[room])]
     assert far == [], "run `make weight`"
 
 
+@pytest.mark.slow
 def test_what_is_small_gives_its_reason() -> None:
     text = MAP.read_text(encoding="utf-8").split("## Small on purpose\n")[1].split("\n## ")[0]
     listed = re.findall(r"^\* ((?:`[\w/.]+(?::\w+)?`(?:, )?)+): \S", text, re.M)
