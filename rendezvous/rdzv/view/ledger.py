@@ -371,7 +371,8 @@ class Book:
 
     def fold(self) -> None:
         """Keep only the sums of the booked time, for a server that does not show intervals."""
-        (self.folded, self.folded_nodes), self.booked = self._sums(), []
+        if self.booked:
+            (self.folded, self.folded_nodes), self.booked = self._sums(), []
 
     def sums(self, now_ms: int, state: str = "") -> tuple[dict[str, int], dict[str, int]]:
         """Return the milliseconds per phase up to now, of the run and of its nodes."""
