@@ -1,12 +1,8 @@
 """The values of one job: its durable half, and the half that each server rebuilds for itself.
 
-`Membership` is the part that must survive a server crash; it is written before anything that
-follows from it is announced. `State` adds what a server relearns after each start: which nodes are
-connected, which are waiting, and which timers are running. Everything is frozen, so a refused
-command has changed nothing and a transition can be discarded as a whole.
-
-Times are `now_ms` values of the driver's clock: milliseconds that are monotonic within one server
-and anchored to Unix time at its start, so a durable time can be shown to people.
+`Membership` is the durable half. `State` adds what a server relearns after each start. Times are
+`now_ms` values of the driver's clock: milliseconds that are monotonic within one server and
+anchored to Unix time at its start, so a durable time can be shown to people.
 """
 
 from __future__ import annotations

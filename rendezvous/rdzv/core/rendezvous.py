@@ -1,10 +1,8 @@
 """One job's rendezvous: command rules, followed by state rules until a fixed point is reached.
 
-`step()` is a pure function from a state, a command and the time to the next state and its events. A
-command rule records what the command reports. The state rules (release seats, settle the charge,
+A command rule records what the command reports. The state rules (release seats, settle the charge,
 complete a round, ...) then apply one at a time until none applies. Time enters only through
-`now_ms`; `Transition.wake_at_ms` is when a rule may next apply without a command. The package's
-docstring describes the life of a job.
+`now_ms`; `Transition.wake_at_ms` is when a rule may next apply without a command.
 """
 
 from __future__ import annotations

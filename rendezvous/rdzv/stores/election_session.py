@@ -2,15 +2,8 @@
 
 A leader's claim rests on two things. Its *lease* holds as long as the leader renews it, and
 otherwise expires. Its *word* holds for `word_ms` after each read that showed the key to be its own;
-the leader sends messages to nodes only while its word holds. Once another server has overwritten
-the key, the former leader's word therefore expires within `word_ms`, whether that leader is dead or
-alive, and no server has to wait for the lease to expire.
-
-A server that takes over must respond to thousands of nodes, so its event loop falls behind. A
-renewal waiting its turn there would come too late: the next server would take over, have to respond
-to the same nodes, and so on. Renewals, and reads of the key, therefore do not wait for any other
-work of this process.
-However, the loop must turn from time to time, or a server that hangs would lead forever.
+the leader sends messages to nodes only while its word holds. So once another server has overwritten
+the key, no server has to wait for the lease to expire (ARCHITECTURE.md, *Several servers*).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The default store: one SQLite file in a directory owned by one rdzvd.
 
 It uses a write-ahead log and `synchronous=FULL`, so an acknowledged commit survives a power
-failure. The statements are here, and run in one thread; `sqlite_connection` contains the thread and
-the commits, `sqlite_file` the directory, the file and the count of commits beside it.
+failure. The statements are here; `sqlite_connection` has the thread and the commits, `sqlite_file`
+the directory, the file and the count of commits beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """One SQLite file, used by a single thread. Waiting writes share a commit.
 
-The event loop never waits for a disk, and SQLite is never used from two threads. Writes that arrive
-during a commit wait, and are then written together in one commit. Each commit is counted in the
-file and in a separate file next to it (`sqlite_file`).
+Each commit is counted in the file and in a separate file next to it (`sqlite_file`).
 """
 
 from __future__ import annotations

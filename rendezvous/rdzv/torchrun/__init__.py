@@ -28,10 +28,6 @@ torch's agent does not report workers that failed and were restarted. The server
 has stopped its workers and joins again, which does not count as a restart. Each torchrun counts its
 own `max_restarts`, and the job's settings leave it open. The failure that ends a torchrun is
 reported, and ends the job.
-
-`conversation` has a node's messages about its job, `sync_stream` its connection, `round_store` the
-meeting of a round's nodes, `plugin_options` the command line, `signals` the end by a signal, and
-`handler` the interface to torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The job state that a runner keeps so that the next agent can continue the job.
 
-The state is kept by the runner rather than in a file, so it exists exactly as long as the workers
-do, and is never older than the last request to the runner. Unknown fields are ignored.
+Unknown fields are ignored.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 ::
 
-    RUNTIME_DIR/instance.json       the instance of the node, as the server knows it
-    RUNTIME_DIR/runners/*.sock      the sockets of its runners
+    RUNTIME_DIR/instance.json    the instance of the node, as the server knows it
+    RUNTIME_DIR/runners/*.sock   the sockets of its runners
 
-The agent that holds the lock on the runtime directory knows that the previous one is gone. If it
-can adopt a runner (the runner's half is `rdzv.agent.runner.agent_link`), it continues as the
-same instance: the server sees a node that was away and is back, and nothing is re-formed. Otherwise
-it is a new instance, as after a reboot.
+If no runner can be adopted (its half is `rdzv.agent.runner.agent_link`), this agent is a new
+instance, as after a reboot.
 """
 
 from __future__ import annotations

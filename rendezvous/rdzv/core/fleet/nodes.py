@@ -1,33 +1,15 @@
 """Nodes across all jobs: their streams, instances, incarnations, and leases.
 
 A node is *connected* while its stream is open, *away* from the end of the stream until its return
-or its deadline, and then *lost*. The rendezvous decides what this means for a job. The two kinds of
-agent differ in one respect. The workers of a foreground agent die with it, so it may be absent only
-for `RECONNECT_GRACE_MS`. A daemon's workers live on and lose nothing while it restarts, so it may
-be absent for `absence_for` its lease. That holds for a stream that ended while the node was still
-being heard, and for workers that no fence kills; otherwise it has a lease, as silence has.
+or its deadline, and then *lost*. The rendezvous decides what this means for a job. ARCHITECTURE.md
+(*The stream*, *Availability or strict exclusivity*) says how long each may be silent or absent.
 
-Silence while the server could not receive proves nothing. After a takeover (`Expect`) or a pause of
-the server itself (`Pause`), no node is lost before `takeover_grace_ms` has passed, or longer after
-a takeover with thousands of nodes (`takeover_grace_for`); nor while expected nodes are still coming
-back one after another, because that takes a while. A node counts as back once it has responded to
-the Welcome; a node that gave up waiting for a busy server's Welcome is still coming back. Nor does
-silence from all nodes at once prove anything, if there are at least two: the server itself is more
-likely to be cut off, and if all nodes have died, none is left to take their seats. So while no node
-at all is heard, leases remain valid for `takeover_grace_ms`.
+After a takeover, a node counts as back once it has responded to the Welcome; a node that gave up
+waiting for a busy server's Welcome is still coming back.
 
 Each node_id belongs to one instance at a time; a new one takes over only once the old one's stream
-has ended. A node may *fence* itself: it kills its own workers a fixed time after the server is last
-proven to have heard it, and the server relies on that. Its seats are kept until this has certainly
-happened, however its stream ended and whichever instance asks for its place. A paused machine
-cannot kill anything, so nothing is certain about its workers.
-
-A lease is chosen for the current number of nodes, and grows with that number. Otherwise the first
-nodes would send the most heartbeats for as long as they stay. It never shrinks while a stream is
-open, because the node would have to send more often before the server could rely on it.
-
-Incarnations number the instances. The leadership is their high half, so they never decrease, even
-if a server starts without its predecessor's memory.
+has ended. Incarnations number the instances. The leadership is their high half, so they never
+decrease, even if a server starts without its predecessor's memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Submitted jobs: their nodes are chosen by the server, withdrawn, or unable to run the job.
-
-The rendezvous treats a submitted run like any other, with three differences: the server chooses its
-nodes (`job_queue`), it waits in a queue while it has no nodes, and it never ends because nodes are
-missing but goes back to the queue.
-"""
+"""Submitted jobs: their nodes are chosen by the server, withdrawn, or unable to run the job."""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
 """Rebuilds a round that the server does not know from its nodes' reports.
 
-A server may know less than its nodes because its memory is gone or was restored from a backup. Each
-participant of a round sends a *recovery report*. The first report creates the round, with a
-*placeholder* in every other seat. Each further report replaces the placeholder in its own seat. A
-placeholder holds its seat like a node that is away, until it is replaced or `takeover_grace`
-expires. All rules about seats therefore apply to it, so no new worker starts while a node has yet
-to report.
-
-The highest round wins, because it was completed only after all earlier ones had ended.
+ARCHITECTURE.md (*What the server does not know*) says why; a placeholder is subject to all rules
+about seats, so no new worker starts while a node has yet to report.
 """
 
 from __future__ import annotations

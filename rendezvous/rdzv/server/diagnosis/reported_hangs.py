@@ -1,10 +1,8 @@
 """Investigates hangs: waits for reports, stores all workers' stacks, and ends the round.
 
-A node reports that some of its workers hang (`Hung`), and repeats the report periodically. The
-first report in a round begins an *episode*. Because one hanging worker stalls all others, the other
-nodes will soon report hangs too; then stacks are captured while the workers are still in place. The
-round ends with an ordinary worker failure, attributed to the worker that the others are waiting
-for.
+The first report in a round (`Hung`) begins an *episode*. Because one hanging worker stalls all
+others, the other nodes will soon report hangs too; then stacks are captured while the workers are
+still in place.
 """
 
 from __future__ import annotations

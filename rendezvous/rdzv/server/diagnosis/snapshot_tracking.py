@@ -1,11 +1,8 @@
 """Tracks the snapshots held by the nodes in live rounds, and the newest step that is whole.
 
 Everything is kept in memory: nodes repeat what they hold after a reconnect and with each join, and
-the joins decide what the next round loads. When a newer mark becomes whole, it is sent to the
-nodes, which keep their snapshots of it and may overwrite older ones. If nodes keep copies for each
-other, the mark is sent only once its copies have been kept or given up; until then, nodes overwrite
-neither the newer nor the older snapshots, and newer marks wait to be copied. If no rank can save
-any more, the newest mark held is given up, so that the ranks can continue.
+the joins decide what the next round loads. While a mark's copies are awaited, nodes overwrite
+neither the newer nor the older snapshots, and newer marks wait to be copied.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Tracks whether this rdzvd leads, and owns the driver while it does.
 
 A server that does not share its store always leads. Among servers that share an etcd, one leads and
-the others *stand by*: they refuse calls and name the leader. A leader that can no longer prove its
-leadership closes its streams at once, before another can lead, and stands by again.
-
-A server that stands by watches the leader's process over a connection (`LeaderProbe`), so that its
-death is noticed immediately. The connection carries no data. The end of the connection proves
-nothing by itself, so the probe connects again. If a leader that was reached in this term now
-refuses connections, no process is listening, and the leader is deposed; this is safe even if the
-conclusion is wrong. If a leader's machine falls silent, nothing refuses connections, and the
-leader's lease decides.
+the others *stand by*: they refuse calls, name the leader, and watch its process over a connection
+that carries no data (`LeaderProbe`). The end of the connection proves nothing, so the probe
+connects again; if a leader that was reached in this term refuses, no process is listening, and it
+is deposed, which is safe even if it is not gone. If its machine falls silent, its lease decides.
 """
 
 from __future__ import annotations

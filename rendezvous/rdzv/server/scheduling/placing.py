@@ -1,8 +1,7 @@
 """Places submitted jobs: gets a plan from `core/fleet/job_queue` and carries it out.
 
-The plan depends on what each node has and what keeps it from jobs (`Fleet.hosts`). Each placement
-is a command to the job's rendezvous, and is decided, stored and announced like any other. This
-module therefore stores nothing itself, and a server that takes over continues from the stored jobs.
+Each placement is a command to the job's rendezvous. This module therefore stores nothing itself,
+and a server that takes over continues from the stored jobs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Quarantines nodes at fault; `core/fleet/quarantine` judges the strikes.
 
-A strike is judged after its step is decided and before the step is stored, under the job's lock.
-The job can therefore release a node in the same step that settles its round, and no round forms
-with a node that was just quarantined. The verdict is stored first: if storing the step then fails,
-the step is retried, and by then the strike is known.
+A strike is judged after its step is decided and before the step is stored, under the job's lock, so
+no round forms with a node that was just quarantined. The verdict is stored first: if storing the
+step then fails, the step is retried, and by then the strike is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What one server counts. `docs/metrics.md` lists the metrics; `metrics_page` writes them.
 
-Everything is fed by the same events as the log and the history, so all three agree. It counts from
-the start of this process, so it starts from zero in a server that takes over.
+It counts from the start of this process, so it starts from zero in a server that takes over.
 """
 
 from __future__ import annotations
