@@ -209,5 +209,5 @@ def made(token: Token) -> str:
     )
 
 
-def revoked(found: Sequence[Token]) -> str:
+def revoked(found: Sequence[Token], _: Page) -> str:
     return "\n".join(f"token {token.id} of {token.name} is revoked" for token in found)

@@ -61,12 +61,12 @@ def node(found: Node, page: Page) -> str:
     return "\n".join(lines)
 
 
-def cordoned(found: Node) -> str:
+def cordoned(found: Node, _: Page) -> str:
     left = f"; it has {_jobs(found)}" if found.jobs else ""
     return f"{harmless(found.node_id)} is cordoned{harmless(left)}"
 
 
-def uncordoned(found: Node) -> str:
+def uncordoned(found: Node, _: Page) -> str:
     return f"{harmless(found.node_id)} is uncordoned: {_takes_jobs(found)}"
 
 
@@ -80,7 +80,7 @@ def drained(found: Node) -> str:
     return f"{name} is draining; its workers have {left}, and it has {harmless(_jobs(found))}"
 
 
-def undrained(found: Node) -> str:
+def undrained(found: Node, _: Page) -> str:
     name = harmless(found.node_id)
     if found.drain is not None:
         why = f": {harmless(found.drain_reason)}" if found.drain_reason else ""

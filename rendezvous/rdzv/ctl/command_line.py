@@ -52,6 +52,7 @@ def complain(message: str, exit_code: int) -> int:
     return exit_code
 
 
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _FILE = click.Path(path_type=Path)
@@ -261,6 +262,18 @@ def as_yaml(document: str) -> str:
     Dumper.add_representer(str, text)
     written: str = yaml.dump(json.loads(document), Dumper=Dumper, sort_keys=False, width=100)
     return written.rstrip("\n")
+
+
+def asked(
+    output: str,
+    ask: Callable[[ControlClient], _T],
+    text: Callable[[_T, Page], str],
+    key: str = "",
+) -> str:
+    """Ask the server, and format its answer; `key` is that of a list in its document."""
+    with opened_client() as client:
+        found = ask(client)
+    return answer(output, {key: found} if key else found, lambda page: text(found, page))
 
 
 @contextmanager

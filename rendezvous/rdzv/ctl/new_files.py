@@ -17,9 +17,6 @@ def new_file(path: Path, *, replace: bool, mode: int = 0o600) -> Iterator[Binary
     """Yield a file, and name it `path` once the body has ended.
 
     If the body fails, nothing is left behind, and `path` is unchanged.
-
-    Raises:
-        InvalidRequestError: the file exists and must not be replaced, or cannot be written.
     """
     _check(path, replace)
     try:

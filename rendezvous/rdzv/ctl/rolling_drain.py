@@ -60,9 +60,6 @@ def wait_empty(client: ControlClient, node_id: str, say: Callable[[str], None]) 
     """Wait until a node has no jobs left, and return it; None if it is no longer known.
 
     Keeps waiting while the server is away. Calls `say` whenever the reason for waiting changes.
-
-    Raises:
-        UnknownNodeError: the drain was lifted in the meantime.
     """
 
     def look() -> Node | str | None:
@@ -112,9 +109,6 @@ def roll(client: ControlClient, rolling: Rolling, say: Callable[[str], None]) ->
 
     A node is drained only once each of its jobs keeps its min_nodes without it, and the previous
     node's jobs are running again.
-
-    Raises:
-        RendezvousError: no node has the label, or the server refuses.
     """
     name, value = rolling.label
     node_ids = [node.node_id for node in client.nodes() if _has(node, name, value)]

@@ -298,9 +298,6 @@ def follow(
     """Show the output of a run's workers until the run has ended; return the exit code of `wait`.
 
     The run's state and reason are reported on stderr.
-
-    Raises:
-        RendezvousError: the server can no longer report on the run.
     """
     output = threading.Thread(target=_show_output, args=(logs, rdzv_id, run), daemon=True)
     output.start()

@@ -51,22 +51,6 @@ class LedgerPhase(StrEnum):
     """The round has ended, and workers are being stopped."""
 
 
-class Way(StrEnum):
-    """The ways in which a round gets its workers."""
-
-    ALL_KEPT = "all kept"
-    KEPT_AND_WARM = "some kept, others warm"
-    KEPT_AND_COLD = "some kept, others cold"
-    """At least one of the other workers was started cold."""
-    SOME_KEPT = "some kept"
-    """It is unknown how the other workers were started."""
-    ALL_WARM = "all warm"
-    COLD = "cold"
-    """No worker is kept, and at least one was started cold."""
-    ALL_NEW = "all new"
-    """It is unknown how the workers were started."""
-
-
 @struct(frozen=True)
 class Interval:
     """One stretch of a run's time."""
@@ -89,8 +73,7 @@ class Interval:
     steps: int = 0
     """The new steps made in training, or the steps redone; 0 while a round's last is unknown."""
     way: str = ""
-    """The way in which the round got its workers, as one of `Way`. Empty between rounds, or if
-    unknown."""
+    """How the round got its workers, in words. Empty between rounds, or if unknown."""
 
     @property
     def ms(self) -> int:
@@ -124,7 +107,6 @@ class Comeback:
     """The time until training resumed, summed over rounds that got their workers in one way."""
 
     way: str
-    """The way in which the rounds got their workers, as one of `Way`."""
     times: int
     ms: int
     node_ms: int
@@ -157,6 +139,7 @@ class Ledger:
     costs: tuple[Cost, ...]
     """The costs of not training, by cause and node, with the largest node time first."""
     comebacks: tuple[Comeback, ...]
+    """How long it took until training resumed, the quickest way first."""
     intervals: tuple[Interval, ...]
 
 
@@ -242,7 +225,8 @@ def comebacks(intervals: Iterable[Interval]) -> tuple[Comeback, ...]:
             sums = found.setdefault(one.way, [0, 0, 0])
             sums[:] = sums[0] + 1, sums[1] + ms, sums[2] + node_ms
         trained, ms, node_ms = True, 0, 0
-    return tuple(Comeback(way.value, *found[way]) for way in Way if way in found)
+    ways = [Comeback(way, *sums) for way, sums in found.items()]
+    return tuple(sorted(ways, key=lambda one: one.ms / one.times))
 
 
 _ENDS = (LedgerPhase.DETECTING, LedgerPhase.STOPPING)
@@ -491,7 +475,7 @@ class Book:
         at_ms = now_ms - getattr(event, "age_ms", 0)
         match event:
             case events.WorkersStarted():
-                self._of(event.round).way = _way_of_start(event)
+                self._of(event.round).way = _way(event)
             case events.FirstCollectiveMade():
                 self._collective(self._of(event.round), at_ms)
             case events.FirstStepMade():
@@ -646,18 +630,20 @@ def _broke_ms(round_: _Round, ended_ms: int) -> int:
     return min(broke_ms, ended_ms)
 
 
-def _way(event: history.RoundCompleted) -> str:
-    if not event.kept:
-        return Way.ALL_NEW.value
-    return (Way.ALL_KEPT if event.kept == event.world_size else Way.SOME_KEPT).value
+def _way(event: history.RoundCompleted | events.WorkersStarted) -> str:
+    """Describe how a round gets its workers, as far as it is known before its nodes report that.
 
-
-def _way_of_start(event: events.WorkersStarted) -> str:
+    It is cold if one of the new workers was started cold.
+    """
+    if isinstance(event, history.RoundCompleted):
+        if event.kept:
+            return "all kept" if event.kept == event.world_size else "some kept"
+        return "all new"
     if not event.kept:
-        return (Way.COLD if event.cold else Way.ALL_WARM).value
-    if event.cold:
-        return Way.KEPT_AND_COLD.value
-    return (Way.KEPT_AND_WARM if event.warm else Way.ALL_KEPT).value
+        return "cold" if event.cold else "all warm"
+    if not event.cold and not event.warm:
+        return "all kept"
+    return f"some kept, others {'cold' if event.cold else 'warm'}"
 
 
 def _earlier(known_ms: int | None, found_ms: int) -> int:

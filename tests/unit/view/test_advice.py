@@ -37,10 +37,12 @@ def events_of(past: Iterable[tuple[float, Kept]], unit_ms: int = 1) -> list[Even
     return [an_event(kept, at_ms=round(at * unit_ms)) for at, kept in past]
 
 
-def advised(story: Story, until_s: float, snapshot_ms: int | None = None) -> dict[str, Change]:
-    """Return the changes of one job by what they change, its bounds being 2:2 nodes."""
+def advised(
+    story: Story, until_s: float, snapshot_ms: int | None = None, nodes: tuple[int, int] = (2, 2)
+) -> dict[str, Change]:
+    """Return the changes of one job by what they change."""
     until_ms = round(until_s * 1000)
-    found = spent(a_summary("a", 2, 2), events_of(story, 1000), 0, until_ms, snapshot_ms)
+    found = spent(a_summary("a", *nodes), events_of(story, 1000), 0, until_ms, snapshot_ms)
     changes = report([found], 0, until_ms).advice
     assert [one.net_ms or 0 for one in changes] == sorted(
         (one.net_ms or 0 for one in changes), reverse=True
@@ -98,6 +100,40 @@ def test_without_a_spare_each_loss_would_have_cost_the_wait() -> None:
     assert found.verdict == "worth it"
 
 
+def shrinking(spare: bool = False) -> Story:
+    """Tell of a job of 1:2 nodes that loses one after 10 hours and gets it back 2 hours later.
+
+    Each new round takes 360 s to load. With a spare, that takes the seat at once.
+    """
+    story: list[tuple[float, Kept]] = [(0, BEGAN), (0, joined("n1")), (0, joined("n2"))]
+    story += [(0, joined("n3"))] if spare else []
+    story += [(0, complete(0, "n1", "n2")), (0, first(0, 1))]
+    lost_s, back_s = 10 * HOUR, 12 * HOUR
+    story += [(lost_s, lost("n2", 0)), *over(lost_s, lost_s, 0, Cause.NODE_LOST, "n2")]
+    story += [(lost_s, complete(1, "n1", *(["n3"] if spare else [])))]
+    story += [(lost_s + 360, first(1, 1_000)), (back_s, joined("n2"))]
+    if not spare:
+        story += over(back_s, back_s, 1, Cause.NODES_JOINED)
+        story += [(back_s, complete(2, "n1", "n2")), (back_s + 360, first(2, 2_000))]
+    return [*story, (20 * HOUR, SUCCEEDED)]
+
+
+def test_a_spare_keeps_an_elastic_job_whole() -> None:
+    """It trains on the second seat, and the node that comes back needs no new round."""
+    found = advised(shrinking(), 20 * HOUR, nodes=(1, 2))
+    good = 1 - 720 / (20 * HOUR)
+    gained_s = (2 * HOUR - 360) + 2 * 360 * good
+    assert found["1 spare"].saves_ms == pytest.approx(gained_s * 1_000, abs=2)
+    assert found["2 spares"].saves_ms == found["1 spare"].saves_ms
+    assert (found["1 spare"].costs_ms, found["1 spare"].now) == (20 * HOUR_MS, "0")
+
+
+def test_without_its_spare_an_elastic_job_shrinks_and_forms_anew() -> None:
+    found = advised(shrinking(spare=True), 20 * HOUR, nodes=(1, 2))["no spare"]
+    assert found.costs_ms == (2 * HOUR - 360) * 1_000 + 2 * 360 * 1_000
+    assert (found.saves_ms, found.now, found.times) == (20 * HOUR_MS, "1", 1)
+
+
 def intervals(story: Story, snapshot_ms: int | None = None) -> list[Change]:
     """Return the advice on the interval between snapshots, the shortest first."""
     found = advised(story, 200 * HOUR, snapshot_ms).values()
@@ -138,6 +174,8 @@ def test_a_loss_is_at_most_half_an_interval_however_rare_failures_are(
 ) -> None:
     """Also where the formula as it is written loses all precision, or overflows."""
     assert 0 < loss_ms(every_ms, between_ms) <= min(every_ms / 2, between_ms)
+    assert loss_ms(1_000, 1_000_000) == pytest.approx(500 - 1 / 12, rel=1e-6)
+    assert loss_ms(10_000, 1_000_000) == pytest.approx(5_000 - 100 / 12, rel=1e-6)
 
 
 def test_kept_workers_and_jobs_without_progress_get_no_interval() -> None:

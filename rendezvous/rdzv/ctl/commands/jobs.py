@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -320,13 +321,8 @@ def stacks_command(job: str, number: int | None, raw: bool, output: str) -> str:
     """
     from rdzv.ctl import as_text_stacks
 
-    with cli.opened_client() as client:
-        found = client.stacks(job, number)
-    return cli.answer(
-        output,
-        found,
-        lambda page: as_text_stacks.text(found, page, raw=raw),
-    )
+    text = partial(as_text_stacks.text, raw=raw)
+    return cli.asked(output, lambda it: it.stacks(job, number), text)
 
 
 class _Submit(click.Command):

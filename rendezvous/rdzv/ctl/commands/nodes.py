@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,7 @@ from rdzv.runtime.usage import INTERRUPTED, Choice
 from rdzv.structs import as_dict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rdzv.client import ControlClient
-    from rdzv.view.answers import Node
 
 
 @cli.command("nodes", output=True)
@@ -47,10 +45,6 @@ def nodes_command(node: str | None, output: str) -> str:
     return cli.answer(output, one, lambda page: as_text_nodes.node(one, page))
 
 
-def _changed(output: str, node: Node, sentence: Callable[[Node], str]) -> str:
-    return cli.answer(output, node, lambda _: sentence(node))
-
-
 @cli.command("cordon", output=True)
 @cli.node_argument()
 @cli.reason_option
@@ -61,8 +55,7 @@ def cordon_command(node: str, reason: str | None, output: str) -> str:
     """
     from rdzv.ctl.as_text_nodes import cordoned
 
-    with cli.opened_client() as client:
-        return _changed(output, client.cordon(node, cli.by_whom(reason)), cordoned)
+    return cli.asked(output, lambda it: it.cordon(node, cli.by_whom(reason)), cordoned)
 
 
 @cli.command("uncordon", output=True)
@@ -71,8 +64,7 @@ def uncordon_command(node: str, output: str) -> str:
     """Allow submitted jobs on NODE again. This also lifts a quarantine."""
     from rdzv.ctl.as_text_nodes import uncordoned
 
-    with cli.opened_client() as client:
-        return _changed(output, client.uncordon(node, cli.by_whom(None)), uncordoned)
+    return cli.asked(output, lambda it: it.uncordon(node, cli.by_whom(None)), uncordoned)
 
 
 @cli.command("drain", output=True)
@@ -165,7 +157,7 @@ def _drain_one(
         found = (
             rolling_drain.wait_empty(client, node, lambda text: click.echo(text, err=True)) or found
         )
-    return _changed(output, found, drained)
+    return cli.answer(output, found, lambda _: drained(found))
 
 
 @cli.command("undrain", output=True)
@@ -178,8 +170,7 @@ def undrain_command(node: str, output: str) -> str:
     """
     from rdzv.ctl.as_text_nodes import undrained
 
-    with cli.opened_client() as client:
-        return _changed(output, client.undrain(node, cli.by_whom(None)), undrained)
+    return cli.asked(output, lambda it: it.undrain(node, cli.by_whom(None)), undrained)
 
 
 @cli.command("servers", output=True)
@@ -187,9 +178,7 @@ def servers_command(output: str) -> str:
     """Show the servers that share a store, and which of them leads."""
     from rdzv.ctl import as_text_lists
 
-    with cli.opened_client() as client:
-        found = client.servers()
-    return cli.answer(output, {"servers": found}, lambda page: as_text_lists.servers(found, page))
+    return cli.asked(output, lambda it: it.servers(), as_text_lists.servers, "servers")
 
 
 @cli.command("backup")
@@ -219,13 +208,8 @@ def audit_command(limit: int | None, output: str) -> str:
     """
     from rdzv.ctl import as_text_lists
 
-    with cli.opened_client() as client:
-        found = client.audit(limit or 0)
-    return cli.answer(
-        output,
-        {"events": found},
-        lambda page: as_text_lists.events(found, page, "no changes are recorded", "CALL"),
-    )
+    text = partial(as_text_lists.events, none="no changes are recorded", title="CALL")
+    return cli.asked(output, lambda it: it.audit(limit or 0), text, "events")
 
 
 _ROLES = ("read", "submit", "node", "admin")
@@ -263,9 +247,7 @@ def _list_tokens(output: str) -> str:
     """List all tokens, without their text. Expired tokens remain listed for a while."""
     from rdzv.ctl import as_text_lists
 
-    with cli.opened_client() as client:
-        found = client.tokens()
-    return cli.answer(output, {"tokens": found}, lambda page: as_text_lists.tokens(found, page))
+    return cli.asked(output, lambda it: it.tokens(), as_text_lists.tokens, "tokens")
 
 
 @cli.command("revoke", output=True, of=tokens_command)
@@ -277,6 +259,5 @@ def _revoke_tokens(id_or_name: str, output: str) -> str:
     """
     from rdzv.ctl import as_text_lists
 
-    with cli.opened_client() as client:
-        found = client.revoke_tokens(id_or_name)
-    return cli.answer(output, {"tokens": found}, lambda _: as_text_lists.revoked(found))
+    revoked = as_text_lists.revoked
+    return cli.asked(output, lambda it: it.revoke_tokens(id_or_name), revoked, "tokens")
