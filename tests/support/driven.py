@@ -21,6 +21,7 @@ from rdzv.server.diagnosis.round_reports import Starts
 from rdzv.server.driver import Driver
 from rdzv.server.operations.node_operations import known_nodes, shown_nodes
 from rdzv.server.sessions.streams import Stream
+from rdzv.server.telemetry.server_metrics import Metrics
 from rdzv.stores.base import Record, RevisionConflictError, Stored
 from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
@@ -128,14 +129,22 @@ class FlakyStore(MemoryStore):
         return new
 
 
+def hello(node_id: str = "n1", instance: str = "one") -> Hello:
+    return Hello(node_id, instance, AgentKind.DAEMON, "10.0.0.1", 99, 0, 0)
+
+
+def a_stream(number: int = 1) -> Stream:
+    """Return a stream of n1 that belongs to no server."""
+    return Stream(number, 1, hello(), Metrics().counts)
+
+
 class Server:
     def __init__(self, driver: Driver, clock: FakeClock) -> None:
         self.driver = driver
         self.clock = clock
 
     def attach(self, node_id: str, instance: str = "one", **more: object) -> Stream:
-        hello = Hello(node_id, instance, AgentKind.DAEMON, "10.0.0.1", 99, 0, 0)
-        return self.driver.connections.attach(replace(hello, **more))  # type: ignore[arg-type]
+        return self.driver.connections.attach(replace(hello(node_id, instance), **more))  # type: ignore[arg-type]
 
     async def connect(self, node_id: str, *beliefs: Belief, **more: object) -> Stream:
         stream = self.attach(node_id, **more)  # type: ignore[arg-type]

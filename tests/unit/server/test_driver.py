@@ -294,7 +294,7 @@ async def test_a_job_that_needs_more_nodes_than_the_server_holds_is_refused() ->
 
 
 async def test_a_slow_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rdzv.server.sessions.connections.OUTBOX", 3)
+    monkeypatch.setattr("rdzv.server.sessions.streams.OUTBOX", 3)
     async with server() as s:
         n1, n2 = await s.connect("n1"), await s.connect("n2")
         for _ in range(4):

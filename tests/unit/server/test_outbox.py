@@ -6,7 +6,8 @@ import asyncio
 
 from rdzv.messages import Announcement, Heard, Joined, Waiting, Welcome
 from rdzv.server.sessions import streams as outbox
-from rdzv.server.sessions.streams import Stream, StreamOutbox
+from rdzv.server.sessions.streams import StreamOutbox
+from tests.support.driven import a_stream
 
 WELCOME = Welcome(1, 1_000, 5_000)
 JOINED = Joined("job-7", "run-1", 1)
@@ -78,7 +79,7 @@ async def test_its_reader_ends_with_it() -> None:
 async def test_a_stream_calls_back_at_its_end_only_within_the_block() -> None:
     """The callback sets a time limit, which must not be set once it is over."""
     called = []
-    early, late = (Stream(number, "n1", 1, limit=10) for number in range(2))
+    early, late = map(a_stream, range(2))
     with early.calling_on_end(lambda: called.append("early")):
         early.close()
         await asyncio.sleep(0)

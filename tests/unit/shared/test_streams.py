@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rdzv.core.model import Cause, RoundEnd
 from rdzv.messages import Announcement, Joined, RoundOver
-from rdzv.server.sessions.streams import Stream
+from tests.support.driven import a_stream
 
 OVER = RoundOver("job-7", "run-1", 3, RoundEnd(Cause.NODE_LEFT, "n2 leaves", 0, broken=False))
 
 
 def said(*messages: Announcement) -> list[Announcement]:
     """Return these messages as the receiver gets them."""
-    stream = Stream(1, "n1", 1, 10)
+    stream = a_stream()
     for message in messages:
         stream.send(message)
     return stream.outbox.take_now()

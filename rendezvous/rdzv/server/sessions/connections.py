@@ -11,12 +11,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rdzv.core.commands import Tick
 from rdzv.core.fleet import nodes
-from rdzv.core.model import Instance
 from rdzv.errors import LimitExceededError, RendezvousConnectionError
 from rdzv.messages import Hello, Lease, Servers, Welcome
 from rdzv.runtime.clock import Timer
@@ -33,9 +31,6 @@ log = logging.getLogger("rdzv.driver")
 
 HEAR_EVERY_MS = 1_000
 """How often heartbeats enter the nodes core, in batches. The shortest lease is 2 s."""
-
-OUTBOX = 1_024
-"""The number of messages that wait for one slow reader before its stream is closed."""
 
 
 class Leases:
@@ -139,18 +134,10 @@ class Connections:
         number = next(self._numbers)
         self._driver.leases.step(convert(nodes.Connect, hello, stream=number))
         record = self._driver.leases.records[hello.node_id]
-        stream = Stream(
-            number,
-            hello.node_id,
-            record.incarnation,
-            OUTBOX,
-            partial(self._driver.metrics.counts.add, "rdzv_messages_sent_total"),
-            caller,
-            Instance(hello.instance, hello.fence_after_ms),
-            takes_several=hello.takes_several,
-        )
+        counts = self._driver.metrics.counts
+        stream = Stream(number, record.incarnation, hello, counts, caller)
         self._callers[hello.node_id] = caller.name
-        self._driver.metrics.counts.add("rdzv_streams_opened_total")
+        counts.add("rdzv_streams_opened_total")
         self._driver.diagnosis.note_gone(hello.node_id)
         self._driver.streams.add(stream)
         self._driver.fleet.note_hello(hello)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from rdzv import errors, messages
 from rdzv.core.commands import Join
-from rdzv.core.model import UNKNOWN_INSTANCE, Assignment, Instance, State
+from rdzv.core.model import Assignment, Instance, State
+from rdzv.runtime.counts import Counts
 from rdzv.server.engine.jobs import Step
 from rdzv.server.security.callers import ANYBODY, Caller
 from rdzv.server.sessions import announcements
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 LINGER_S = 0.05
 """The maximum time for which a message waits for others."""
+
+OUTBOX = 1_024
+"""The number of messages that wait for one slow reader before its stream is closed."""
 
 AT_ONCE = 64
 """The maximum number of messages written at once."""
@@ -86,25 +90,21 @@ class Stream:
     def __init__(
         self,
         number: int,
-        node_id: str,
         incarnation: int,
-        limit: int,
-        on_send: Callable[[], None] = lambda: None,
+        hello: messages.Hello,
+        counts: Counts,
         caller: Caller = ANYBODY,
-        instance: Instance = UNKNOWN_INSTANCE,
-        *,
-        takes_several: bool = False,
     ) -> None:
         self.number = number
-        self.node_id = node_id
+        self.node_id = hello.node_id
         self.incarnation = incarnation
-        self.instance = instance
+        self.instance = Instance(hello.instance, hello.fence_after_ms)
         self.caller = caller
-        self._on_send = on_send
+        self._counts = counts
         self.greeted = False
         """Whether all beliefs in the node's hello have been handled."""
-        self.takes_several = takes_several
-        self.outbox = StreamOutbox(limit, lingers=takes_several)
+        self.takes_several = hello.takes_several
+        self.outbox = StreamOutbox(OUTBOX, lingers=hello.takes_several)
         self.last_announced: dict[str, messages.Announcement] = {}
         self._ended: asyncio.Future[errors.RendezvousError | None] = (
             asyncio.get_running_loop().create_future()
@@ -123,7 +123,7 @@ class Stream:
         if not self.open or (self._repeats(told) and not again):
             return
         if self.outbox.put(told):
-            self._on_send()
+            self._counts.add("rdzv_messages_sent_total")
         else:
             self.close(
                 errors.LimitExceededError(
