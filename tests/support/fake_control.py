@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from typing import Protocol
 
 import grpc
 import pytest
+from _pytest.capture import CaptureResult
 
 from rdzv.errors import (
     ERROR_CODE_METADATA_KEY,
@@ -21,6 +23,12 @@ from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1 import rdzv_pb2_grpc as pb_grpc
 
 Capture = pytest.CaptureFixture[str]
+
+
+class Ctl(Protocol):
+    """Runs `rdzvctl` with these words, checks its exit code, and returns its output."""
+
+    def __call__(self, *words: str, code: int = 0) -> CaptureResult[str]: ...
 
 
 class FakeControl(pb_grpc.ControlServicer):

@@ -29,26 +29,17 @@ DECLINED = "node declined"
 
 
 class LedgerPhase(StrEnum):
-    """The ways in which a run's time is spent."""
+    """The ways in which a run's time is spent, as defined in docs/ledger.md."""
 
     QUEUED = "queued"
-    """A submitted job has no nodes."""
     WAITING = "waiting"
-    """Fewer nodes are ready than a round needs."""
     FORMING = "forming"
-    """Enough nodes are ready, and the run is waiting for more or backing off."""
     STARTING = "starting"
-    """From the completion of a round to its first step, as long as the run has not made any step.
-    """
     LOADING = "loading"
-    """Like `STARTING`, but after earlier steps: workers are restarting and loading saved state."""
     TRAINING = "training"
     REDOING = "redoing"
-    """Repeating steps that were made before and then lost."""
     DETECTING = "detecting"
-    """A failure has happened, or workers are silent, but the round has not ended yet."""
     STOPPING = "stopping"
-    """The round has ended, and workers are being stopped."""
 
 
 @struct(frozen=True)

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fake_control import FakeControl, serving
+from _pytest.capture import CaptureResult
+from fake_control import Capture, Ctl, FakeControl, serving
+
+from rdzv.ctl.__main__ import run
 
 
 @pytest.fixture
 def control() -> FakeControl:
     return FakeControl()
+
+
+@pytest.fixture
+def ctl(capsys: Capture) -> Ctl:
+    def ran(*words: str, code: int = 0) -> CaptureResult[str]:
+        found = run(words)
+        captured = capsys.readouterr()
+        assert found == code, captured.err
+        return captured
+
+    return ran
 
 
 @pytest.fixture

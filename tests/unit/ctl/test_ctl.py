@@ -16,7 +16,7 @@ from pathlib import Path
 
 import control_samples
 import pytest
-from fake_control import Capture, FakeControl, serving
+from fake_control import Capture, Ctl, FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text
@@ -146,9 +146,8 @@ def test_harmless_text_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "events"])
-def test_an_unknown_job(command: str, server: str, capsys: Capture) -> None:
-    assert run([command, "nix"]) == 1
-    captured = capsys.readouterr()
+def test_an_unknown_job(command: str, server: str, ctl: Ctl) -> None:
+    captured = ctl(command, "nix", code=1)
     assert captured.out == ""
     assert captured.err == f"rdzvctl: no job nix is known here (asked {server})\n"
 
@@ -177,32 +176,25 @@ def test_options_after_the_command_win(control: FakeControl, server: str, capsys
         (["events", "a", "-n", "0"], "0 is not in the range"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_too(
-    arguments: list[str], text: str, capsys: Capture
-) -> None:
-    assert run(arguments) == 2
-    captured = capsys.readouterr()
+def test_a_wrong_command_line_is_one_line_too(arguments: list[str], text: str, ctl: Ctl) -> None:
+    captured = ctl(*arguments, code=2)
     assert captured.out == ""
     assert captured.err.startswith("rdzvctl: ")
     assert captured.err.count("\n") == 1
     assert text in captured.err
 
 
-def test_without_a_command_it_prints_its_help_as_an_error(capsys: Capture) -> None:
-    assert run(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert run([]) == 2
-    captured = capsys.readouterr()
+def test_without_a_command_it_prints_its_help_as_an_error(ctl: Ctl) -> None:
+    text = ctl("--help").out
+    captured = ctl(code=2)
     assert captured.out == ""
     assert captured.err == text
 
 
-def test_the_help_of_a_command_is_about_the_command(capsys: Capture) -> None:
+def test_the_help_of_a_command_is_about_the_command(ctl: Ctl) -> None:
     """The options that all commands share are explained once, by `rdzvctl --help`."""
-    assert run(["--help"]) == 0
-    assert "--tls-cert FILE" in capsys.readouterr().out
-    assert run(["stop", "--help"]) == 0
-    text = capsys.readouterr().out
+    assert "--tls-cert FILE" in ctl("--help").out
+    text = ctl("stop", "--help").out
     assert "--reason TEXT" in text
     assert text.count("--server") == 1
     assert "--tls-cert" not in text
@@ -210,9 +202,8 @@ def test_the_help_of_a_command_is_about_the_command(capsys: Capture) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("group", ["tokens", "certs"])
-def test_help_lists_commands_with_whole_sentences(group: str, capsys: Capture) -> None:
-    assert run([group, "--help"]) == 0
-    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+def test_help_lists_commands_with_whole_sentences(group: str, ctl: Ctl) -> None:
+    assert "..." not in ctl(group, "--help").out.partition("Commands:")[2]
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -336,7 +327,6 @@ def test_colours_and_width_are_for_terminals(control: FakeControl, server: str) 
     assert all(line == line.rstrip() for line in piped.splitlines())
 
 
-def test_an_empty_server_is_none_rather_than_the_default(server: str, capsys: Capture) -> None:
+def test_an_empty_server_is_none_rather_than_the_default(server: str, ctl: Ctl) -> None:
     for words in (["--server=", "list"], ["list", "--server="], ["submit", "--server=", "t.py"]):
-        assert run(words) == 2
-        assert "endpoint '' cannot be used: it names no host" in capsys.readouterr().err
+        assert "endpoint '' cannot be used: it names no host" in ctl(*words, code=2).err

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_control import Capture, FakeControl, serving
+from fake_control import Capture, Ctl, FakeControl, serving
 from tls_files import Files
 
 from rdzv.ctl import doctor
@@ -224,11 +224,10 @@ def test_a_port_that_nobody_listens_at_is_said_in_words_without_a_number() -> No
 
 
 def test_a_problem_is_exit_code_1_and_warnings_are_not(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "check_torch", lambda python: Finding(OK, "torch", python))
-    assert run(["--server", "127.0.0.1:1", "doctor"]) == 1
-    said = capsys.readouterr().out
+    said = ctl("--server", "127.0.0.1:1", "doctor", code=1).out
     assert "problem  server" in said
     assert sys.executable in said
     with serving(FakeControl()) as endpoint:

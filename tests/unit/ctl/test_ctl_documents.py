@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from fake_control import Capture
+from fake_control import Capture, Ctl
 
 from rdzv.ctl import job_request
 from rdzv.ctl.__main__ import rdzvctl, run
@@ -22,9 +22,8 @@ def test_a_page_is_printed_by_the_name_that_messages_give_it(name: str, capsys: 
     assert capsys.readouterr().out.startswith(title)
 
 
-def test_all_pages_are_listed_with_their_titles(capsys: Capture) -> None:
-    assert run(["docs"]) == 0
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+def test_all_pages_are_listed_with_their_titles(ctl: Ctl) -> None:
+    lines = [line.split(maxsplit=1) for line in ctl("docs").out.splitlines()]
     assert ["hangs", "Hangs"] in lines and len(lines) > 30
 
 
@@ -36,9 +35,8 @@ def test_all_pages_are_listed_with_their_titles(capsys: Capture) -> None:
         ("zebra", "`rdzvctl docs` lists all"),
     ],
 )
-def test_another_page_is_refused(name: str, remedy: str, capsys: Capture) -> None:
-    assert run(["docs", name]) == 1
-    assert capsys.readouterr().err == f"rdzvctl: no page is called {name!r}; {remedy}\n"
+def test_another_page_is_refused(name: str, remedy: str, ctl: Ctl) -> None:
+    assert ctl("docs", name, code=1).err == f"rdzvctl: no page is called {name!r}; {remedy}\n"
 
 
 @pytest.mark.parametrize("name", rdzvctl.list_commands(click.Context(rdzvctl)))

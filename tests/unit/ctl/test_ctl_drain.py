@@ -19,7 +19,7 @@ from rdzv.ctl.__main__ import run
 from rdzv.errors import ERROR_CODE_METADATA_KEY
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support import control_samples
-from tests.support.fake_control import Capture, FakeControl
+from tests.support.fake_control import Capture, Ctl, FakeControl
 from tests.support.fake_control import serving as serving_control
 
 pytestmark = pytest.mark.slow
@@ -153,10 +153,9 @@ def test_the_audit_hears_who_takes_something_back(floor: Floor) -> None:
     assert all(reason.startswith(WHO) and " at " in reason for reason in floor.reasons)
 
 
-def test_a_drain_that_stops_a_job_needs_force(floor: Floor, capsys: Capture) -> None:
+def test_a_drain_that_stops_a_job_needs_force(floor: Floor, ctl: Ctl) -> None:
     floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
-    assert run(["drain", "n1"]) == 1
-    said = capsys.readouterr()
+    said = ctl("drain", "n1", code=1)
     assert said.out == ""
     assert said.err.startswith(
         "rdzvctl: n1 is not drained: without it, job would have 1 of the 2 nodes that it needs: it "
@@ -164,8 +163,9 @@ def test_a_drain_that_stops_a_job_needs_force(floor: Floor, capsys: Capture) -> 
     )
     assert floor.asked == []
     floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
-    assert run(["drain", "n1", "--force"]) == 0
-    assert capsys.readouterr().out.startswith("n1 is draining; its workers have 5 min 0 s")
+    assert ctl("drain", "n1", "--force").out.startswith(
+        "n1 is draining; its workers have 5 min 0 s"
+    )
     assert floor.asked == ["drain n1 300000 by force"]
 
 
@@ -175,10 +175,9 @@ def test_a_node_that_is_about_to_go_by_itself_can_not_be_kept(floor: Floor, out:
     assert out() == "n1 is about to leave by itself: preempted\n"
 
 
-def test_who_waits_hears_for_what(floor: Floor, capsys: Capture) -> None:
+def test_who_waits_hears_for_what(floor: Floor, ctl: Ctl) -> None:
     floor.looks = 3
-    assert run(["drain", "n1", "--wait"]) == 0
-    said = capsys.readouterr()
+    said = ctl("drain", "n1", "--wait")
     assert said.out == "n1 is drained\n"
     assert said.err == "n1: waiting for job to leave\n"
 
@@ -214,10 +213,9 @@ def test_nodes_show_how_far_they_are(floor: Floor, out: Out) -> None:
     ],
 )
 def test_words_that_make_no_sense_change_nothing(
-    floor: Floor, words: list[str], why: str, capsys: Capture
+    floor: Floor, words: list[str], why: str, ctl: Ctl
 ) -> None:
-    assert run(["drain", *words]) == 2
-    assert why in capsys.readouterr().err
+    assert why in ctl("drain", *words, code=2).err
     assert floor.asked == []
 
 
@@ -316,13 +314,12 @@ def test_a_roll_goes_on_where_it_was(floor: Floor, out: Out) -> None:
     ]
 
 
-def test_nobody_has_the_label(floor: Floor, capsys: Capture) -> None:
-    assert run(["drain", "--all-of=rack=b9"]) == 1
-    assert "no known node has the label rack=b9" in capsys.readouterr().err
+def test_nobody_has_the_label(floor: Floor, ctl: Ctl) -> None:
+    assert "no known node has the label rack=b9" in ctl("drain", "--all-of=rack=b9", code=1).err
 
 
 def test_ctrl_c_says_that_what_is_drained_stays_so(
-    floor: Floor, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    floor: Floor, monkeypatch: pytest.MonkeyPatch, ctl: Ctl
 ) -> None:
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
@@ -330,6 +327,8 @@ def test_ctrl_c_says_that_what_is_drained_stays_so(
     floor.looks = 99
     # Not `time.sleep` itself: threads left behind by earlier commands sleep, too.
     monkeypatch.setattr(rolling_drain, "time", SimpleNamespace(sleep=interrupt))
-    assert run(["drain", "n1", "--wait"]) == 130
-    assert "drained nodes stay drained; `rdzvctl undrain` lifts that" in capsys.readouterr().err
+    assert (
+        "drained nodes stay drained; `rdzvctl undrain` lifts that"
+        in ctl("drain", "n1", "--wait", code=130).err
+    )
     assert floor.nodes["n1"].drain == "draining"

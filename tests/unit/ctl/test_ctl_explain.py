@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_control import Capture
+from fake_control import Ctl
 from stories import STORIES, crashing, told
 
 from rdzv.core.commands import Fail
 from rdzv.core.model import KeptWorker
 from rdzv.core.reason import Reason
 from rdzv.ctl import as_text
-from rdzv.ctl.__main__ import run
 from rdzv.ctl.as_text_story import explain
 from rdzv.messages import StartedWorker, WorkersStarted
 from rdzv.structs import replace
@@ -147,6 +146,5 @@ async def test_hostile_texts_can_not_reach_the_terminal() -> None:
 
 
 @pytest.mark.quick
-def test_the_command(server: str, capsys: Capture) -> None:
-    assert run(["explain", "nobody"]) == 1
-    assert "nobody" in capsys.readouterr().err
+def test_the_command(server: str, ctl: Ctl) -> None:
+    assert "nobody" in ctl("explain", "nobody", code=1).err

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import control_samples
 import grpc
 import pytest
-from fake_control import Capture, FakeControl, serving
+from fake_control import Ctl, FakeControl, serving
 
 from rdzv import client as client_module
 from rdzv.client import ControlClient, parse_endpoint
@@ -186,21 +186,16 @@ def test_the_options_reach_the_server(control: LogControl, server: str) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("tail", ["0", "-1", "k", "1.5k", "10x", "4294967296", "٣"])
-def test_a_tail_that_makes_no_sense_is_refused(tail: str, capsys: Capture) -> None:
-    assert run(["logs", "bert", f"--tail={tail}"]) == 2
-    assert "give, for example, 100 or 64k" in capsys.readouterr().err
+def test_a_tail_that_makes_no_sense_is_refused(tail: str, ctl: Ctl) -> None:
+    assert "give, for example, 100 or 64k" in ctl("logs", "bert", f"--tail={tail}", code=2).err
 
 
-def test_a_job_that_is_not_known_is_an_error(
-    control: LogControl, server: str, capsys: Capture
-) -> None:
-    assert run(["logs", "nobody"]) == 1
-    assert "no job nobody is known here" in capsys.readouterr().err
+def test_a_job_that_is_not_known_is_an_error(control: LogControl, server: str, ctl: Ctl) -> None:
+    assert "no job nobody is known here" in ctl("logs", "nobody", code=1).err
 
 
-def test_forget_names_the_job(control: LogControl, server: str, capsys: Capture) -> None:
-    assert run(["forget", "bert"]) == 0
-    assert capsys.readouterr().out == "bert is forgotten\n"
+def test_forget_names_the_job(control: LogControl, server: str, ctl: Ctl) -> None:
+    assert ctl("forget", "bert").out == "bert is forgotten\n"
     control.error = InvalidRequestError("it has not ended")
     assert run(["forget", "bert"]) == 1
     assert control.forgotten == ["bert"]

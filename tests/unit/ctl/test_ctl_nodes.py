@@ -10,11 +10,11 @@ import grpc
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
-from fake_control import Capture, FakeControl, serving
+from fake_control import Ctl, FakeControl, serving
 
 from rdzv.client import ControlClient, parse_endpoint
 from rdzv.ctl import as_text, as_text_lists, command_line
-from rdzv.ctl.__main__ import rdzvctl, run
+from rdzv.ctl.__main__ import rdzvctl
 from rdzv.ctl.layout import Page
 from rdzv.errors import UnknownNodeError
 from rdzv.structs import replace
@@ -35,32 +35,31 @@ def control() -> FakeControl:
 # ------------------------------------------------------------------------------ nodes
 
 
-def test_no_nodes_in_words(control: FakeControl, server: str, capsys: Capture) -> None:
+def test_no_nodes_in_words(control: FakeControl, server: str, ctl: Ctl) -> None:
     control.nodes.clear()
-    assert run(["nodes"]) == 0
-    assert capsys.readouterr().out == f"no nodes at {server}\n"
+    assert ctl("nodes").out == f"no nodes at {server}\n"
 
 
 @pytest.mark.quick
-def test_a_node_is_cordoned_and_uncordoned(
-    control: FakeControl, server: str, capsys: Capture
-) -> None:
-    assert run(["cordon", "gpu-2", "--reason", "its fan is loud"]) == 0
-    assert capsys.readouterr().out == "gpu-2 is cordoned; it has llm, eval (placed)\n"
+def test_a_node_is_cordoned_and_uncordoned(control: FakeControl, server: str, ctl: Ctl) -> None:
+    assert (
+        ctl("cordon", "gpu-2", "--reason", "its fan is loud").out
+        == "gpu-2 is cordoned; it has llm, eval (placed)\n"
+    )
     reason = control.nodes["gpu-2"].cordon_reason
     assert reason.startswith("by ")
     assert reason.endswith(": its fan is loud")
-    assert run(["cordon", "gpu-10", "-o", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["cordoned"] is True
-    assert run(["uncordon", "gpu-2"]) == 0
-    assert capsys.readouterr().out == "gpu-2 is uncordoned: submitted jobs are placed on it again\n"
-    assert run(["uncordon", "login-1-4711"]) == 0
-    assert capsys.readouterr().out == (
+    assert json.loads(ctl("cordon", "gpu-10", "-o", "json").out)["cordoned"] is True
+    assert (
+        ctl("uncordon", "gpu-2").out
+        == "gpu-2 is uncordoned: submitted jobs are placed on it again\n"
+    )
+    assert ctl("uncordon", "login-1-4711").out == (
         "login-1-4711 is uncordoned: its rdzvrun takes no submitted jobs, though\n"
     )
 
 
-def test_escapes_of_nodes_are_harmless(control: FakeControl, server: str, capsys: Capture) -> None:
+def test_escapes_of_nodes_are_harmless(control: FakeControl, server: str, ctl: Ctl) -> None:
     bad = "\x1b]0;evil\x07"
     node = control.nodes["gpu-2"]
     node.cordoned, node.cordon_reason, node.program = True, bad, bad
@@ -69,24 +68,19 @@ def test_escapes_of_nodes_are_harmless(control: FakeControl, server: str, capsys
     node.jobs[0].rdzv_id = bad
     node.state = bad
     for words in (["nodes"], ["nodes", "gpu-2"], ["cordon", "gpu-2"], ["nodes", "-o", "yaml"]):
-        assert run(words) == 0
-        captured = capsys.readouterr()
+        captured = ctl(*words)
         assert "\x1b" not in captured.out + captured.err
 
 
 @pytest.mark.parametrize("words", [["nodes"], ["cordon", "n"], ["uncordon", "n"]])
-def test_bad_servers(control: FakeControl, server: str, capsys: Capture, words: list[str]) -> None:
-    assert run(["--server=127.0.0.1:1", *words]) == 75
-    assert "connection refused" in capsys.readouterr().err
+def test_bad_servers(control: FakeControl, server: str, ctl: Ctl, words: list[str]) -> None:
+    assert "connection refused" in ctl("--server=127.0.0.1:1", *words, code=75).err
     control.error = grpc.StatusCode.UNIMPLEMENTED
-    assert run(words) == 75
-    assert "not an rdzv server, or an older one" in capsys.readouterr().err
+    assert "not an rdzv server, or an older one" in ctl(*words, code=75).err
     control.error = UnknownNodeError("no node n is known")
-    assert run(words) == 1
-    assert "no node n is known" in capsys.readouterr().err
+    assert "no node n is known" in ctl(*words, code=1).err
     control.error, control.hangs = None, True
-    assert run([*words, "--timeout=0.2"]) == 75
-    assert "no answer within 0.2 s" in capsys.readouterr().err
+    assert "no answer within 0.2 s" in ctl(*words, "--timeout=0.2", code=75).err
 
 
 # ------------------------------------------------------------------------------ status and list
@@ -106,16 +100,12 @@ def test_of_a_job_that_has_ended_no_node_is_awaited(control: FakeControl) -> Non
 
 
 @pytest.mark.parametrize("words", ["status gpt-small", "list", "events gpt-small", "nodes"])
-def test_yaml_says_what_json_says(
-    control: FakeControl, server: str, capsys: Capture, words: str
-) -> None:
+def test_yaml_says_what_json_says(control: FakeControl, server: str, ctl: Ctl, words: str) -> None:
     control.jobs["gpt-small"] = control_samples.failed()
     control.history = control_samples.history()
     control.history[0].text = 'a "quoted": {text}, # no comment\x1b[2J \u202e é'
-    assert run([*words.split(), "-o", "json"]) == 0
-    expected = capsys.readouterr().out
-    assert run([*words.split(), "-o", "yaml"]) == 0
-    text = capsys.readouterr().out
+    expected = ctl(*words.split(), "-o", "json").out
+    text = ctl(*words.split(), "-o", "yaml").out
     assert yaml.safe_load(text) == json.loads(expected)
     assert list(yaml.safe_load(text)) == list(json.loads(expected))
     assert text.isascii()
@@ -178,6 +168,5 @@ def test_flags_of_submit_are_completed() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_is_told_how(shell: str, capsys: Capture) -> None:
-    assert run(["completion", shell]) == 0
-    assert "_RDZVCTL_COMPLETE" in capsys.readouterr().out
+def test_every_shell_is_told_how(shell: str, ctl: Ctl) -> None:
+    assert "_RDZVCTL_COMPLETE" in ctl("completion", shell).out

@@ -12,7 +12,7 @@ from pathlib import Path
 import control_samples
 import pytest
 from failing_jobs import Policy, a_world, lived
-from fake_control import Capture, FakeControl
+from fake_control import Capture, Ctl, FakeControl
 from past_events import a_summary, an_event
 from stories import STORIES, told
 
@@ -200,23 +200,25 @@ def job(control: FakeControl, server: str) -> str:
     return "a"
 
 
-def test_one_job(job: str, capsys: Capture, tmp_path: Path) -> None:
-    assert run(["report", job]) == 0
-    assert capsys.readouterr().out.startswith("a  run")
-    assert run(["report", job, "-o", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_one_job(job: str, ctl: Ctl, tmp_path: Path) -> None:
+    assert ctl("report", job).out.startswith("a  run")
+    document = json.loads(ctl("report", job, "-o", "json").out)
     assert (document["version"], document["rdzv_id"]) == (1, "a")
     ledger = document["ledger"]
     assert sum(ledger["phases"].values()) == ledger["wall_ms"]
     assert list(ledger["phases"]) == [phase.value for phase in LedgerPhase]
     page = tmp_path / "a.html"
-    assert run(["report", job, "--html", str(page)]) == 0
-    assert f"{page} has the ledger of a; open it in a browser" in capsys.readouterr().out
+    assert (
+        f"{page} has the ledger of a; open it in a browser"
+        in ctl("report", job, "--html", str(page)).out
+    )
     assert re.match("<!doctype html>", page.read_text())
     # Whoever is sent the page may live elsewhere.
     assert re.search(rf'text-anchor="end">[^<]+ {time.strftime("%Z")}</text>', page.read_text())
-    assert run(["report", job, "--html", str(tmp_path / "no" / "a.html")]) == 1
-    assert "give another file" in capsys.readouterr().err
+    assert (
+        "give another file"
+        in ctl("report", job, "--html", str(tmp_path / "no" / "a.html"), code=1).err
+    )
 
 
 async def test_the_time_is_that_of_the_servers_clock() -> None:
@@ -227,23 +229,21 @@ async def test_the_time_is_that_of_the_servers_clock() -> None:
     assert servers_now_ms(of.status, of.history[1:], 77) == 77
 
 
-def test_a_run_that_is_not_kept_is_refused(job: str, capsys: Capture) -> None:
-    assert run(["report", job, "--run", "77"]) == 1
-    assert "run 77 of a is not kept; runs that are: " in capsys.readouterr().err
+def test_a_run_that_is_not_kept_is_refused(job: str, ctl: Ctl) -> None:
+    assert (
+        "run 77 of a is not kept; runs that are: " in ctl("report", job, "--run", "77", code=1).err
+    )
 
 
 @pytest.mark.quick
-def test_a_job_without_a_past(job: str, control: FakeControl, capsys: Capture) -> None:
+def test_a_job_without_a_past(job: str, control: FakeControl, ctl: Ctl) -> None:
     control.history = []
-    assert run(["report", job]) == 1
-    assert "no history of a is kept" in capsys.readouterr().err
+    assert "no history of a is kept" in ctl("report", job, code=1).err
 
 
-def test_all_jobs(job: str, capsys: Capture, tmp_path: Path) -> None:
-    assert run(["report", "--since", "2w"]) == 0
-    assert capsys.readouterr().out.startswith("All jobs in the last 14 d 0 h")
-    assert run(["report", "-o", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_all_jobs(job: str, ctl: Ctl, tmp_path: Path) -> None:
+    assert ctl("report", "--since", "2w").out.startswith("All jobs in the last 14 d 0 h")
+    document = json.loads(ctl("report", "-o", "json").out)
     assert set(document) >= {"version", "phases", "jobs", "causes", "nodes", "goodput"}
     page = tmp_path / "all.html"
     assert run(["report", "--html", str(page)]) == 0
@@ -251,7 +251,7 @@ def test_all_jobs(job: str, capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_advice_is_for_all_jobs_or_one(
-    control: FakeControl, server: str, capsys: Capture, tmp_path: Path
+    control: FakeControl, server: str, ctl: Ctl, tmp_path: Path
 ) -> None:
     for name in ("night", "eval"):
         control.jobs[name] = control_samples.running()
@@ -262,26 +262,22 @@ def test_advice_is_for_all_jobs_or_one(
         write(pb.Event(), an_event(kept, at_ms=began_ms + at_ms))
         for at_ms, kept in lived(world, Policy(0, 500)).past
     ]
-    assert run(["report", "--since", "20d", "--advice", "--snapshot-cost", "2s"]) == 0
-    text = capsys.readouterr().out
+    text = ctl("report", "--since", "20d", "--advice", "--snapshot-cost", "2s").out
     assert text.startswith("Advice for the last 20 d 0 h")
     assert "18 failures, 2 jobs" in text
     assert text.count("(Young/Daly)") == 2
-    assert run(["report", "night", "--since", "20d", "--advice", "-o", "json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(ctl("report", "night", "--since", "20d", "--advice", "-o", "json").out)
     assert {change["rdzv_id"] for change in document["advice"]} == {"night", ""}
     assert {change["spares"] for change in document["advice"]} == {1, 2, 3, None}
     page = tmp_path / "a.html"
     assert run(["report", "night", "--since", "20d", "--advice", "--html", str(page)]) == 0
     assert "What changes would have saved" in page.read_text()
-    assert run(["report", "nobody", "--advice"]) == 1
-    assert "nobody" in capsys.readouterr().err
+    assert "nobody" in ctl("report", "nobody", "--advice", code=1).err
 
 
-def test_without_a_past_nothing_is_advised(job: str, control: FakeControl, capsys: Capture) -> None:
+def test_without_a_past_nothing_is_advised(job: str, control: FakeControl, ctl: Ctl) -> None:
     control.history = []
-    assert run(["report", "--advice"]) == 0
-    assert "No job had a run in this time." in capsys.readouterr().out
+    assert "No job had a run in this time." in ctl("report", "--advice").out
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import control_samples
 import grpc
 import pytest
 from control_samples import give_reason
-from fake_control import Capture, FakeControl
+from fake_control import Capture, Ctl, FakeControl
 
 import rdzv.client
 from rdzv.core.model import ScaleUp
@@ -427,10 +427,9 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ the command
 
 
-def test_a_job_is_handed_over(control: SubmitControl, server: str, capsys: Capture) -> None:
+def test_a_job_is_handed_over(control: SubmitControl, server: str, ctl: Ctl) -> None:
     words = "submit --nnodes=2 --env=A=s3cret --labels=gpu=h100 --gpus-per-node=2 --rdzv-id=night"
-    assert run([*words.split(), "--", "train.py"]) == 0
-    captured = capsys.readouterr()
+    captured = ctl(*words.split(), "--", "train.py")
     assert captured.err == ""
     assert captured.out == (
         "night  is submitted\n"
@@ -458,21 +457,22 @@ def test_gpus_that_are_not_named_are_not_sent(control: SubmitControl, server: st
 
 @pytest.mark.slow
 def test_the_hint_names_the_server_that_the_line_names(
-    server: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    server: str, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RDZV_SERVER")
-    assert run(["submit", f"--server={server}", "--rdzv-id=night", "t"]) == 0
-    assert f"rdzvctl --server={server} logs -f night\n" in capsys.readouterr().out
+    assert (
+        f"rdzvctl --server={server} logs -f night\n"
+        in ctl("submit", f"--server={server}", "--rdzv-id=night", "t").out
+    )
     assert run(["--server", server, "submit", "t"]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["json", "yaml"])
-def test_programs_get_the_job(server: str, capsys: Capture, output: str) -> None:
+def test_programs_get_the_job(server: str, ctl: Ctl, output: str) -> None:
     import yaml
 
-    assert run(["submit", "-o", output, "--env=A=s3cret", "--rdzv-id=night", "t"]) == 0
-    text = capsys.readouterr().out
+    text = ctl("submit", "-o", output, "--env=A=s3cret", "--rdzv-id=night", "t").out
     document = yaml.safe_load(text)
     assert document == (json.loads(text) if output == "json" else document)
     assert (document["version"], document["rdzv_id"], document["state"]) == (1, "night", "joining")
@@ -481,11 +481,10 @@ def test_programs_get_the_job(server: str, capsys: Capture, output: str) -> None
 
 
 def test_a_dry_run_sends_nothing_and_shows_no_value(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     words = ["--dry-run", "--env=A=s3cret", "--nnodes=2:4", "--labels=gpu=h100", "--rdzv-id=night"]
-    assert run(["submit", *words, "--nproc-per-node=gpu", "--priority=2", "t x.py", "y"]) == 0
-    text = capsys.readouterr().out
+    text = ctl("submit", *words, "--nproc-per-node=gpu", "--priority=2", "t x.py", "y").out
     assert text == (
         "night  would be submitted; nothing was sent\n"
         "  nodes        2:4\n"
@@ -497,8 +496,7 @@ def test_a_dry_run_sends_nothing_and_shows_no_value(
         "  labels       gpu=h100\n"
         "  priority     2\n"
     )
-    assert run(["submit", *words, "-o", "json", "t"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(ctl("submit", *words, "-o", "json", "t").out)
     assert list(document) == ["version", "rdzv_id", "settings", "spec"]
     assert document["spec"]["env_names"] == ["A"]
     assert "env" not in document["spec"]
@@ -506,10 +504,9 @@ def test_a_dry_run_sends_nothing_and_shows_no_value(
 
 
 def test_what_is_wrong_is_one_line_and_nothing_is_sent(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, capsys: Capture, ctl: Ctl
 ) -> None:
-    assert run(["submit", "--nnodes=x", "t"]) == 2
-    captured = capsys.readouterr()
+    captured = ctl("submit", "--nnodes=x", "t", code=2)
     assert captured.out == ""
     assert captured.err == (
         "rdzvctl: --nnodes=x is not a number of nodes; give N or MIN:MAX, e.g. 2:4\n"
@@ -520,9 +517,8 @@ def test_what_is_wrong_is_one_line_and_nothing_is_sent(
 
 
 @pytest.mark.slow
-def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(capsys: Capture) -> None:
-    assert run(["submit", "--help"]) == 0
-    text = capsys.readouterr().out
+def test_help_shows_rdzvruns_flags_but_not_those_that_are_refused(ctl: Ctl) -> None:
+    text = ctl("submit", "--help").out
     for name in ("--env", "--gpus-per-node", "--follow", "--nproc-per-node", "--numa-binding"):
         assert f"  {name}" in text, name
     for name in job_request.REFUSED:
@@ -538,11 +534,13 @@ def test_help_of_the_script_is_the_scripts(control: SubmitControl, server: str) 
 
 @pytest.mark.slow
 def test_a_store_that_refuses_is_not_asked_again(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     control.error = StoreRefusedError("the disk is full; nothing was written")
-    assert run(["submit", "--rdzv-id=night", "t"]) == 75
-    assert "the disk is full; nothing was written; nothing was submitted" in capsys.readouterr().err
+    assert (
+        "the disk is full; nothing was written; nothing was submitted"
+        in ctl("submit", "--rdzv-id=night", "t", code=75).err
+    )
     assert len(control.requests) == 1
 
 
@@ -587,15 +585,16 @@ def test_a_lost_connection_repeats_the_same_request(control: SubmitControl, serv
 
 @pytest.mark.slow
 def test_a_request_that_may_have_arrived_says_so(
-    control: SubmitControl, server: str, three_tries: str, capsys: Capture
+    control: SubmitControl, server: str, three_tries: str, ctl: Ctl
 ) -> None:
     control.cuts = 1_000
-    assert run(["submit", three_tries, "--rdzv-id=night", "t"]) == 75
-    assert "it is unknown whether night was submitted" in capsys.readouterr().err
+    assert (
+        "it is unknown whether night was submitted"
+        in ctl("submit", three_tries, "--rdzv-id=night", "t", code=75).err
+    )
     assert len(control.requests) == 3
     control.cuts, control.hangs = 0, True
-    assert run(["submit", "--timeout=0.2", "--rdzv-id=night", "t"]) == 75
-    said = capsys.readouterr().err
+    said = ctl("submit", "--timeout=0.2", "--rdzv-id=night", "t", code=75).err
     assert "no answer within 0.2 s" in said
     assert "is unknown" in said
 
@@ -605,11 +604,8 @@ def test_a_request_that_may_have_arrived_says_so(
     ("server", "why"),
     [("127.0.0.1:1", "connection refused"), ("no-such-host.invalid", "no such host name")],
 )
-def test_a_server_that_cannot_be_reached_got_nothing(
-    server: str, why: str, capsys: Capture
-) -> None:
-    assert run(["submit", f"--server={server}", "t"]) == 75
-    said = capsys.readouterr().err
+def test_a_server_that_cannot_be_reached_got_nothing(server: str, why: str, ctl: Ctl) -> None:
+    said = ctl("submit", f"--server={server}", "t", code=75).err
     assert why in said
     assert "nothing was submitted" in said
     assert "is unknown" not in said
@@ -617,33 +613,30 @@ def test_a_server_that_cannot_be_reached_got_nothing(
 
 @pytest.mark.slow
 def test_who_got_it_and_did_not_answer_may_have_done_it_whoever_is_asked_next(
-    control: SubmitControl, server: str, three_tries: str, capsys: Capture
+    control: SubmitControl, server: str, three_tries: str, ctl: Ctl
 ) -> None:
     control.cuts = 1_000
     words = ["submit", f"--server={server},127.0.0.1:1", three_tries, "--rdzv-id=night", "t"]
-    assert run(words) == 75
-    assert "it is unknown whether night was submitted" in capsys.readouterr().err
+    assert "it is unknown whether night was submitted" in ctl(*words, code=75).err
     control.cuts = 1
     assert run(words) == 0
 
 
 @pytest.mark.slow
 def test_a_store_that_is_away_is_waited_for(
-    control: SubmitControl, server: str, three_tries: str, capsys: Capture
+    control: SubmitControl, server: str, three_tries: str, ctl: Ctl
 ) -> None:
     control.error = RendezvousConnectionError("the store is away: disk full")
-    assert run(["submit", three_tries, "t"]) == 75
-    assert "the store is away: disk full" in capsys.readouterr().err
+    assert "the store is away: disk full" in ctl("submit", three_tries, "t", code=75).err
     assert len(control.requests) == 3
 
 
 @pytest.mark.slow
 def test_an_older_server_is_told_apart_at_once(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     control.error = grpc.StatusCode.UNIMPLEMENTED
-    assert run(["submit", "t"]) == 75
-    said = capsys.readouterr().err
+    said = ctl("submit", "t", code=75).err
     assert "not an rdzv server, or an older one" in said
     assert "is unknown" not in said
     assert len(control.requests) == 1
@@ -687,12 +680,15 @@ def test_followed_to_its_end(
 
 @pytest.mark.slow
 def test_what_it_waits_for_is_told_once_however_time_goes_on(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     waits = [("n1 failed after 5 s", "gives up in", ms) for ms in (9_000, 8_000, 7_000)]
     control.meanwhile = [*waits, ("n1 failed after 6 s", "gives up in", 6_000)]
-    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "gives up" in line]
+    told = [
+        line
+        for line in ctl("submit", "--follow", "--rdzv-id=night", "t").err.splitlines()
+        if "gives up" in line
+    ]
     assert told == [
         "rdzvctl: night is joining: n1 failed after 5 s; gives up in 9.0 s",
         "rdzvctl: night is joining: n1 failed after 6 s; gives up in 6.0 s",
@@ -701,27 +697,28 @@ def test_what_it_waits_for_is_told_once_however_time_goes_on(
 
 @pytest.mark.slow
 def test_logs_that_can_not_be_shown_end_nothing(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     control.log_error = grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 0
-    said = capsys.readouterr().err
+    said = ctl("submit", "--follow", "--rdzv-id=night", "t").err
     assert "no more of its output can be shown: " in said
     assert "night has succeeded" in said
 
 
 @pytest.mark.slow
 def test_another_run_of_that_name_is_not_taken_for_this_one(
-    control: SubmitControl, server: str, capsys: Capture
+    control: SubmitControl, server: str, ctl: Ctl
 ) -> None:
     control.ends_as = ""
-    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 1
-    assert "another run of night has begun" in capsys.readouterr().err
+    assert (
+        "another run of night has begun"
+        in ctl("submit", "--follow", "--rdzv-id=night", "t", code=1).err
+    )
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_it_running(
-    control: SubmitControl, server: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    control: SubmitControl, server: str, ctl: Ctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rdzv.ctl import watch
 
@@ -729,8 +726,7 @@ def test_ctrl_c_leaves_it_running(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.StateReports, "report", interrupted)
-    assert run(["submit", "--follow", "--rdzv-id=night", "t"]) == 130
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = ctl("submit", "--follow", "--rdzv-id=night", "t", code=130).err.splitlines()[-1]
     assert said == (
         "rdzvctl: night continues; `rdzvctl logs -f night` shows its output, `rdzvctl stop "
         "night` stops it"
@@ -764,8 +760,5 @@ def test_how_the_server_is_reached_may_stand_after_the_name_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_submission_is_sent_with_the_credentials_of_its_line(
-    server: str, capsys: Capture
-) -> None:
-    assert run(["submit", "--tls-ca=/nowhere/ca.pem", "t.py"]) == 2
-    assert "/nowhere/ca.pem" in capsys.readouterr().err
+def test_a_submission_is_sent_with_the_credentials_of_its_line(server: str, ctl: Ctl) -> None:
+    assert "/nowhere/ca.pem" in ctl("submit", "--tls-ca=/nowhere/ca.pem", "t.py", code=2).err

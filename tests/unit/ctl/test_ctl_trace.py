@@ -9,7 +9,7 @@ from typing import Any
 
 import control_samples
 import pytest
-from fake_control import Capture, FakeControl
+from fake_control import Ctl, FakeControl
 from stories import STORIES, Told, crashing, fenced, many_nodes, told
 
 from rdzv.ctl.__main__ import run
@@ -136,18 +136,21 @@ async def test_each_run_is_a_process_of_its_own() -> None:
 
 
 def test_the_file_is_written_whole_or_the_reason_is_told(
-    control: FakeControl, server: str, tmp_path: Path, capsys: Capture
+    control: FakeControl, server: str, tmp_path: Path, ctl: Ctl
 ) -> None:
     control.jobs["a"] = control_samples.running()
     control.history = control_samples.history()
     path = tmp_path / "life.json"
-    assert run(["trace", "a", "-o", str(path)]) == 0
-    assert f"{path} has the history of a; open it at https://ui." in capsys.readouterr().out
+    assert (
+        f"{path} has the history of a; open it at https://ui."
+        in ctl("trace", "a", "-o", str(path)).out
+    )
     whole = json.loads(path.read_text())
     assert len([e for e in whole["traceEvents"] if e["ph"] == "i"]) == 3
-    assert run(["trace", "a", "-o", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["otherData"] == whole["otherData"]
-    assert run(["trace", "a", "-o", str(tmp_path / "nowhere" / "life.json")]) == 1
-    assert "cannot be written: No such file or directory; give another" in capsys.readouterr().err
+    assert json.loads(ctl("trace", "a", "-o", "-").out)["otherData"] == whole["otherData"]
+    assert (
+        "cannot be written: No such file or directory; give another"
+        in ctl("trace", "a", "-o", str(tmp_path / "nowhere" / "life.json"), code=1).err
+    )
     assert run(["trace", "a"]) == 2
     assert control.limits == [10_000] * 3

@@ -17,7 +17,7 @@ import grpc
 import pytest
 import yaml
 from control_samples import give_reason
-from fake_control import Capture, FakeControl, serving
+from fake_control import Capture, Ctl, FakeControl, serving
 from watch_control import HISTORY, NOON_S, WatchControl, event
 
 import rdzv.client
@@ -181,16 +181,14 @@ def server(server: str, control: WatchControl) -> Iterator[str]:
 
 
 def test_into_a_pipe_every_change_is_a_text_or_a_document(
-    control: WatchControl, server: str, capsys: Capture
+    control: WatchControl, server: str, ctl: Ctl
 ) -> None:
     control.pushed = [control_samples.joining(), control_samples.failed()]
     control.go_on.set()
-    assert run(["status", "gpt-small", "-w"]) == 0
-    text = capsys.readouterr().out
+    text = ctl("status", "gpt-small", "-w").out
     assert "gpt-small  failed" in text
     assert "\x1b" not in text
-    assert run(["status", "gpt-small", "-w", "-o", "yaml"]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    documents = list(yaml.safe_load_all(ctl("status", "gpt-small", "-w", "-o", "yaml").out))
     assert documents[-1]["state"] == "failed"
     assert all(document["version"] == 1 for document in documents)
 
@@ -296,9 +294,8 @@ def test_a_wait_ends_when_the_job_runs_or_the_time_is_over(
     ("value", "remedy"),
     [("runing", "did you mean `running`?"), ("0", "give one of them"), ("nan", "give one of them")],
 )
-def test_what_a_wait_cannot_be_for(value: str, remedy: str, capsys: Capture) -> None:
-    assert run(["wait", "gpt-small", f"--for={value}"]) == 2
-    said = capsys.readouterr().err
+def test_what_a_wait_cannot_be_for(value: str, remedy: str, ctl: Ctl) -> None:
+    said = ctl("wait", "gpt-small", f"--for={value}", code=2).err
     assert said.startswith(f"rdzvctl: --for={value} is neither `running` nor a number of seconds")
     assert said.endswith(f"; {remedy}\n")
 

@@ -6,11 +6,11 @@ from datetime import UTC
 
 import click
 import pytest
-from fake_control import Capture
+from fake_control import Ctl
 
 from rdzv.core.model import JobState
 from rdzv.core.reason import Reason, ReasonItem
-from rdzv.ctl.__main__ import SECTIONS, rdzvctl, run
+from rdzv.ctl.__main__ import SECTIONS, rdzvctl
 from rdzv.ctl.as_text_lists import ORDERS, chosen, jobs
 from rdzv.ctl.commands.jobs import list_command
 from rdzv.ctl.layout import Page
@@ -118,9 +118,8 @@ def test_the_help_lists_every_command_once() -> None:
         assert command.name == name
 
 
-def test_the_help_is_by_task(capsys: Capture) -> None:
-    assert run(["--help"]) == 0
-    said = capsys.readouterr().out
+def test_the_help_is_by_task(ctl: Ctl) -> None:
+    said = ctl("--help").out
     places = [said.index(f"{title}:") for title in SECTIONS]
     assert places == sorted(places)
     assert "Examples:" in said
