@@ -211,13 +211,13 @@ class Server:
         )
 
     def progress(self, rdzv_id: str) -> tuple[RankProgress, ...]:
-        return self.driver.diagnosis.rounds.progress(self.state(rdzv_id))
+        return self.driver.rounds.progress(self.state(rdzv_id))
 
     def starts(self, rdzv_id: str) -> Mapping[str, Starts]:
-        return self.driver.diagnosis.rounds.starts(self.state(rdzv_id))
+        return self.driver.rounds.starts(self.state(rdzv_id))
 
     def snapshots(self, rdzv_id: str) -> SnapshotsKnown:
-        return self.driver.diagnosis.snapshots.shown(self.state(rdzv_id))
+        return self.driver.snapshots.shown(self.state(rdzv_id))
 
 
 @asynccontextmanager

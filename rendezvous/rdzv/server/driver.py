@@ -17,7 +17,12 @@ from rdzv.core.events import Event
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.runtime.tasks import Tasks, single_error
-from rdzv.server.diagnosis.diagnosis import Diagnosis
+from rdzv.server.diagnosis.reported_hangs import ReportedHangs
+from rdzv.server.diagnosis.round_reports import RoundReports
+from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
+from rdzv.server.diagnosis.stack_archive import StackArchive
+from rdzv.server.diagnosis.stack_collection import StackRelay
+from rdzv.server.diagnosis.worker_logs import WorkerLogs
 from rdzv.server.engine.decide_persist_publish import Engine
 from rdzv.server.engine.forgetting import Forgetting
 from rdzv.server.engine.history import History
@@ -75,7 +80,11 @@ class Driver:
         self.node_jobs, self.commands = NodeJobs(self), NodeCommands(self)
         self.recovery, self.reports = Recovery(self), Reports(self)
         self.fleet, self.quarantine, self.placer = Fleet(self), Quarantine(self), Placer(self)
-        self.diagnosis = Diagnosis(self)
+        # What is known of workers; only `hangs` ever changes a job.
+        send = self.streams.send
+        self.rounds, self.snapshots = RoundReports(self), SnapshotTracking(send)
+        self.logs, self.stacks = WorkerLogs(clock, send), StackRelay(clock, send)
+        self.hangs, self.stack_archive = ReportedHangs(self), StackArchive(self.store)
         # What operators and other callers ask.
         self.tokens = TokenStore(
             self.store, clock, tasks, self.streams.close_opened_with, auth=config.authenticates
@@ -144,7 +153,10 @@ class Driver:
     def close_streams(self, error: RendezvousError) -> None:
         """End every stream with this error and open no more. No node or job changes state."""
         self.streams.close_all(error)
-        self.diagnosis.close(error)
+        self.logs.close(RendezvousConnectionError(str(error)))
+        # The nodes will report their hangs again to the next server.
+        self.hangs.close()
+        self.stacks.close()
         self.watchers.close()
 
     # ---------------------------------------------------------------- publishing changes
@@ -153,12 +165,20 @@ class Driver:
         self.node_jobs.note_step(job, step)
         if step.before.membership.submission or step.after.membership.submission:
             self.placer.wake()
-        self.diagnosis.note_state(step.after)
+        self.rounds.note_state(step.after)
+        self.snapshots.tidy(step.after)
+        self.hangs.note_state(step.after)
         self.watchers.job_changed(job.rdzv_id)
         self.streams.announce(step)
         # By now, the nodes taking part in a new round know about it and can be asked for logs.
-        self.diagnosis.logs.note_state(step.after)
+        self.logs.note_state(step.after)
         self.node_jobs.note_end(job, step)
+
+    def note_gone(self, node_id: str) -> None:
+        """Expect no more answers on a node's stream, which has ended."""
+        self.logs.note_gone(node_id)
+        self.stacks.note_gone(node_id)
+        self.snapshots.note_gone(node_id)
 
     def note(self, rdzv_id: str, events: tuple[Event, ...]) -> None:
         """Log and record events that were not caused by a step, and wake the job's watchers."""

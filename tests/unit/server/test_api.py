@@ -323,7 +323,7 @@ async def test_the_stacks_that_a_hang_has_left_are_answered_and_none_are_taken()
         assert "no round of this run has hung; `rdzvctl stacks job-7` takes" in error["message"]
         for number in (0, 3):
             where = (Group((0,), f"in step of round {number}"),)
-            await s.driver.diagnosis.stack_archive.keep(
+            await s.driver.stack_archive.keep(
                 CollectedStacks("job-7", "run-1", number, s.clock.at_ms, "it hung", where, (stack,))
             )
         told = await s.get("/jobs/job-7/stacks")
@@ -556,7 +556,7 @@ async def test_logs_that_are_followed_come_as_they_are_written() -> None:
                 assert await answer.content.readline() == b"two\n"
         answer.close()
         # A client that has gone delays nothing.
-        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
+        await until(lambda: s.driver.logs.statistics == (0, 0))
 
 
 @pytest.mark.slow
@@ -569,15 +569,15 @@ async def test_who_follows_logs_and_leaves_before_the_first_text_is_no_bug(
         url = f"{s.url}{PREFIX}/jobs/job-7/logs?rank=0&follow=true"
         opening = asyncio.ensure_future(s.session.get(url).__aenter__())
         await ask_of(n1)
-        await until(lambda: s.driver.diagnosis.logs.statistics == (1, 1))
+        await until(lambda: s.driver.logs.statistics == (1, 1))
         # The headers are sent after a moment without a text; it leaves before and after that.
         answer = await opening
         answer.close()
-        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
+        await until(lambda: s.driver.logs.statistics == (0, 0))
         opening = asyncio.ensure_future(s.session.get(url).__aenter__())
-        await until(lambda: s.driver.diagnosis.logs.statistics == (1, 1))
+        await until(lambda: s.driver.logs.statistics == (1, 1))
         opening.cancel()
-        await until(lambda: s.driver.diagnosis.logs.statistics == (0, 0))
+        await until(lambda: s.driver.logs.statistics == (0, 0))
     assert "bug" not in caplog.text
     assert "asynchronous generator" not in caplog.text
 

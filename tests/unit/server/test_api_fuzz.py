@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
         s.join("job-7", "n1", "n2")
         s.fail("job-7", "n1", "no", "Traceback")
         run = s.do(s.driver.operations.status("job-7")).run
-        s.do(s.driver.diagnosis.stack_archive.keep(CollectedStacks("job-7", run, 0, 0, "it hung")))
+        s.do(s.driver.stack_archive.keep(CollectedStacks("job-7", run, 0, 0, "it hung")))
         yield f"{s.url}{PREFIX}"
 
 

@@ -1250,15 +1250,15 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
         former, _ = await s.pair()
         present = s.attach("n1", incarnation=former.incarnation)
         assert former.number != present.number
-        fleet, hangs = s.driver.fleet, s.driver.diagnosis.hangs
+        fleet, hangs = s.driver.fleet, s.driver.hangs
         noted: list[str] = []
         relays = (
             (fleet, "note_health"),
             (fleet, "note_draining"),
             (fleet, "note_holdings"),
             (hangs, "take_report"),
-            (s.driver.diagnosis.logs, "take"),
-            (s.driver.diagnosis.stacks, "take_in"),
+            (s.driver.logs, "take"),
+            (s.driver.stacks, "take_in"),
         )
         for owner, name in relays:
             setattr(owner, name, lambda *_, name=name: noted.append(name))

@@ -152,12 +152,12 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
             hang(s, n1, 0, 1)
             await clock.advance(GATHER_MS - 1)
             assert was_asked(n1, n2) == [False, False]
-            assert s.driver.diagnosis.hangs.shown("job-7") == "RANK 0-1: no progress reported"
+            assert s.driver.hangs.shown("job-7") == "RANK 0-1: no progress reported"
             await clock.advance(1)
             await say(s, n1, stack(0), stack(1))
             assert await live(s)
             await say(s, n2, stack(2, line=7), stack(3))
-        assert s.driver.diagnosis.hangs.shown("job-7") == ""
+        assert s.driver.hangs.shown("job-7") == ""
         found = await failure(s)
         assert (found.node_id, found.rank, found.exit_code, found.signal) == ("n2", 2, None, None)
         assert found.at_ms == clock.now_ms()
@@ -168,10 +168,10 @@ async def test_the_others_are_waited_for_a_moment_then_all_stacks_are_taken_then
         lines = [record.getMessage() for record in caplog.records]
         assert lines[0] == "job-7: n1: workers hang in round 0: RANK 0-1: no progress reported"
         assert lines[1].startswith("job-7: stacks of round 0: RANK 0-1,3 in step at train.py:41; ")
-        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
+        kept = await s.driver.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None
         assert kept.reason == "it hung: RANK 0-1: no progress reported"
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
         rows = [row.name for row in await s.driver.operations.history("job-7", 100)]
         assert rows[-4:] == ["WorkersHang", "StacksTaken", "RoundEnded", "WorkerFailed"]
 
@@ -200,7 +200,7 @@ async def test_the_records_of_collectives_are_more_certain_than_the_stacks() -> 
             "RANK 0-2 have waited in it for 60 s"
         )
         assert found.message.startswith(f"hung: {sentence}; RANK 0-1,3 in step at train.py:41; ")
-        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
+        kept = await s.driver.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None and kept.cause is not None
         assert (kept.cause.kind, kept.cause.sentence) == ("absent", sentence)
         assert kept.stacks[3].collectives[0].entered == 8
@@ -239,7 +239,7 @@ async def test_after_a_timeout_all_are_asked_at_once_and_the_one_that_is_missing
         )
         assert not is_connection_error(found)
         assert found.at_ms < clock.now_ms() - 6_000
-        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 0)
+        kept = await s.driver.stack_archive.find("job-7", "run-1", 0)
         assert kept is not None
         assert kept.reason.startswith("a collective timed out: RANK 0: ")
 
@@ -267,7 +267,7 @@ async def test_a_timeout_without_a_cause_is_left_to_its_node(
         await say(s, n2, *of[2:])
         await clock.advance(3_000)
         assert await live(s)
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
 
 
 async def test_a_worker_that_exited_with_0_is_charged_if_the_others_wait_for_it() -> None:
@@ -327,7 +327,7 @@ async def test_where_nobody_hangs_any_more_the_round_goes_on() -> None:
         await say(s, n1, stack(0), stack(1))
         await say(s, n2, stack(2), stack(3))
         assert await live(s)
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
         last = (await s.driver.operations.history("job-7", 100))[-1]
         assert event_in(last).text == "no worker hangs any more in round 0, which goes on"
 
@@ -339,7 +339,7 @@ async def test_a_round_that_ends_otherwise_ends_the_hang() -> None:
         hang(s, n1, 0)
         s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
         round_ = (await membership(s)).round
         assert round_ is not None and round_.end is not None
         assert round_.end.cause is Cause.NODE_LOST
@@ -357,26 +357,26 @@ async def test_a_hang_that_is_still_looked_into_does_not_end_that_of_the_next_ro
         for stream in (n1, n2):
             fail = Leave(stream.node_id, stream.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
             await s.driver.engine.submit("job-7", replace(fail, left_round=number - 1))
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
         for stream in (n1, n2):
             await s.join(stream)
         joined = await membership(s)
         assert joined.round is not None and joined.round.live
         hang(s, n1, 0, run=joined.run, number=joined.round.number)
-        assert s.driver.diagnosis.hangs.episodes == 1
+        assert s.driver.hangs.episodes == 1
         await clock.advance(2_000)
-        assert s.driver.diagnosis.hangs.episodes == 1
-        assert s.driver.diagnosis.hangs.shown("job-7")
+        assert s.driver.hangs.episodes == 1
+        assert s.driver.hangs.shown("job-7")
 
 
 async def test_a_round_that_is_over_hangs_no_more_from_that_moment_on() -> None:
     async with server() as s:
         n1, _ = await s.pair()
         hang(s, n1, 0)
-        assert s.driver.diagnosis.hangs.shown("job-7")
+        assert s.driver.hangs.shown("job-7")
         leave = Leave("n1", n1.incarnation, "run-1", LeaveCause.SIGNAL, "bye")
         await s.driver.engine.submit("job-7", leave)
-        assert s.driver.diagnosis.hangs.shown("job-7") == ""
+        assert s.driver.hangs.shown("job-7") == ""
 
 
 async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> None:
@@ -389,7 +389,7 @@ async def test_what_is_said_of_another_round_or_by_another_changes_nothing() -> 
         hang(s, other, 0)
         with pytest.raises(InvalidRequestError, match=r"hang of RANK 0: n2 has RANK 2\.\.3"):
             hang(s, n2, 0)
-        assert s.driver.diagnosis.hangs.episodes == 0
+        assert s.driver.hangs.episodes == 0
 
 
 async def test_a_store_that_is_away_is_waited_for_and_who_recovers_meanwhile_goes_on(

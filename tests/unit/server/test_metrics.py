@@ -314,7 +314,8 @@ def leading(*states: model.State) -> Any:
         store=SimpleNamespace(away_ms=0),
         fleet=SimpleNamespace(drains=dict, hosts=lambda _: (), ordered=()),
         quarantine=SimpleNamespace(nodes=()),
-        diagnosis=SimpleNamespace(rounds=rounds, snapshots=snapshots),
+        rounds=rounds,
+        snapshots=snapshots,
     )
 
 
@@ -341,11 +342,11 @@ async def test_what_fails_is_told_and_harms_nothing_else(caplog: pytest.LogCaptu
     def lost(*_: object) -> tuple[RankProgress, ...]:
         raise KeyError("job-7")
 
-    healthy, leads.diagnosis.rounds.progress = leads.diagnosis.rounds.progress, lost
+    healthy, leads.rounds.progress = leads.rounds.progress, lost
     found = values(await page.text())
     assert found["rdzv_collector_success{collector=jobs}"] == 0
     assert found["rdzv_leads"] == 1
-    leads.diagnosis.rounds.progress = healthy
+    leads.rounds.progress = healthy
     assert values(await page.text())["rdzv_collector_success{collector=jobs}"] == 1
 
 

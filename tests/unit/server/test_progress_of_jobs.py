@@ -156,7 +156,7 @@ async def test_a_round_that_ends_takes_its_progress_along() -> None:
         leaving = Leave("n2", n2.incarnation, "run-1", LeaveCause.SIGNAL, "bye", None)
         await s.hear(n2, leaving)
         assert steps(s) == {}
-        assert s.driver.diagnosis.rounds.find(s.state("job-7")) is None
+        assert s.driver.rounds.find(s.state("job-7")) is None
         s.report(n1, said(6))
         assert steps(s) == {}
 

@@ -207,6 +207,6 @@ async def test_a_node_is_asked_once_on_each_of_its_streams() -> None:
         assert len(p.heard(p.n2)) == 1
         p.note(p.n2, says(part(1, 40), port=7001))
         assert p.heard(p.n2) == []
-        p.server.driver.diagnosis.snapshots.note_gone("n2")
+        p.server.driver.snapshots.note_gone("n2")
         p.note(p.n2, says(part(1, 40), port=7001))
         assert len(p.heard(p.n2)) == 1

@@ -96,7 +96,7 @@ async def test_all_nodes_are_asked_at_once_and_their_workers_put_together() -> N
             *((0, "n1"), (1, "n1")),
             *((2, "n2"), (3, "n2")),
         ]
-        assert s.driver.diagnosis.stacks.takings == 0
+        assert s.driver.stacks.takings == 0
 
 
 async def test_a_node_that_does_not_answer_is_named_and_waited_for_no_longer() -> None:
@@ -243,8 +243,8 @@ async def test_what_is_kept_survives_the_server_until_the_job_is_forgotten() -> 
         before = await s.connect("n1")
         await s.join(before, (1, 1))
         for number in (3, 5):
-            await s.driver.diagnosis.stack_archive.keep(report(number))
-        await s.driver.diagnosis.stack_archive.keep(report(5, at_ms=99))
+            await s.driver.stack_archive.keep(report(number))
+        await s.driver.stack_archive.keep(report(5, at_ms=99))
     async with server(store) as s:
         n1 = await s.come_back("n1", incarnation=before.incarnation)
         assert await (await ask(s, 3)).report() == report(3)
@@ -263,8 +263,8 @@ async def test_the_oldest_makes_room_that_of_the_same_job_first() -> None:
     store = MemoryStore()
     async with server(store) as s:
         keep, rounds = (
-            s.driver.diagnosis.stack_archive.keep,
-            s.driver.diagnosis.stack_archive.rounds,
+            s.driver.stack_archive.keep,
+            s.driver.stack_archive.rounds,
         )
         for number in range(1, 7):
             await keep(report(number, "flaky", at_ms=1_000 + number))
@@ -283,8 +283,8 @@ async def test_a_document_that_can_not_be_read_is_written_over() -> None:
     store = MemoryStore()
     await store.swap_document(stack_archive.PLACES[0], b"{", 0)
     async with server(store) as s:
-        await s.driver.diagnosis.stack_archive.keep(report(3))
-        assert await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3) == report(3)
+        await s.driver.stack_archive.keep(report(3))
+        assert await s.driver.stack_archive.find("job-7", "run-1", 3) == report(3)
         assert await store.list_documents() == (stack_archive.PLACES[0],)
 
 
@@ -301,10 +301,10 @@ async def test_after_a_write_that_failed_the_store_is_read_anew(
 
         monkeypatch.setattr(store, "swap_document", lost)
         with pytest.raises(errors.RendezvousError):
-            await s.driver.diagnosis.stack_archive.keep(report(3))
+            await s.driver.stack_archive.keep(report(3))
         monkeypatch.setattr(store, "swap_document", whole)
-        assert await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3) == report(3)
-        await s.driver.diagnosis.stack_archive.keep(replace(report(3), reason="again"))
+        assert await s.driver.stack_archive.find("job-7", "run-1", 3) == report(3)
+        await s.driver.stack_archive.keep(replace(report(3), reason="again"))
 
 
 async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stacks() -> None:
@@ -315,8 +315,8 @@ async def test_what_is_too_much_for_a_document_is_kept_without_some_of_its_stack
             for rank in range(9)
         ]
         whole = replace(report(3), stacks=tuple(wide), left_out=1)
-        await s.driver.diagnosis.stack_archive.keep(whole)
-        kept = await s.driver.diagnosis.stack_archive.find("job-7", "run-1", 3)
+        await s.driver.stack_archive.keep(whole)
+        kept = await s.driver.stack_archive.find("job-7", "run-1", 3)
         assert kept is not None
         assert kept.stacks == whole.stacks[: len(kept.stacks)]
         assert 0 < len(kept.stacks) < 9

@@ -78,7 +78,7 @@ def stopped(stream: Stream) -> list[StopLog]:
 
 
 def readers(s: Server) -> tuple[int, int]:
-    return s.driver.diagnosis.logs.statistics
+    return s.driver.logs.statistics
 
 
 async def answer(s: Server, stream: Stream, request: ReadLog, **piece: Any) -> None:
@@ -238,7 +238,7 @@ async def test_a_node_is_told_which_runs_are_this_jobs() -> None:
         ended = Ended(Result.STOPPED, "", 0)
         earlier = tuple(EndedRun(f"run-{letter}", ended) for letter in "ab")
         state = replace(state, membership=replace(state.membership, earlier=earlier))
-        reader = s.driver.diagnosis.logs.open(state, LogsWanted())
+        reader = s.driver.logs.open(state, LogsWanted())
         await settle()
         assert [asked(stream).runs for stream in (n1, n2)] == [("run-1", "run-b", "run-a")] * 2
         reader.close()
@@ -323,7 +323,7 @@ async def test_that_a_round_is_not_there_yet_is_not_said_once_it_is() -> None:
     async with server() as s:
         n1, n2 = await pair(s)
         state = await s.driver.operations.state("job-7")
-        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True, round=1))
+        reader = s.driver.logs.open(state, LogsWanted(follow=True, round=1))
         await end_round(s, n1, n2)
         taking = asyncio.create_task(reader.next())
         await settle()
@@ -410,7 +410,7 @@ async def test_a_server_that_has_just_started_waits_for_the_nodes_of_an_ended_jo
 
 async def test_of_an_ended_job_whose_nodes_have_gone_it_says_where_the_files_are() -> None:
     async with server() as s:
-        s.driver.diagnosis.logs.expects_until_ms = 0
+        s.driver.logs.expects_until_ms = 0
         n1, n2 = await pair(s)
         for stream in (n1, n2):
             succeed = Succeed(stream.node_id, stream.incarnation, "run-1", 0)
@@ -489,7 +489,7 @@ async def test_a_slow_reader_is_sent_no_more_than_one_piece_of_each_node() -> No
     async with server() as s:
         n1, n2 = await pair(s)
         state = await s.driver.operations.state("job-7")
-        reader = s.driver.diagnosis.logs.open(state, LogsWanted(follow=True))
+        reader = s.driver.logs.open(state, LogsWanted(follow=True))
         await settle()
         for stream in (n1, n2):
             await answer(s, stream, asked(stream), data=b"x")

@@ -147,7 +147,7 @@ class ReportedHangs:
         how = "a collective timed out" if episode.timed_out else "it hung"
         within_ms = TIMED_OUT_MS if episode.timed_out else None
         try:
-            report = await self._driver.diagnosis.stacks.take(
+            report = await self._driver.stacks.take(
                 state, f"{how}: {self.shown(episode.rdzv_id)}", within_ms
             )
         except RendezvousError as error:
@@ -157,7 +157,7 @@ class ReportedHangs:
         taken = StacksTaken(report.round, report.summary, *found)
         self._driver.note(episode.rdzv_id, (taken,))
         try:
-            await self._driver.diagnosis.stack_archive.keep(report)
+            await self._driver.stack_archive.keep(report)
         except RendezvousError as error:
             log.warning("could not store stacks of %s: %s", episode.rdzv_id, error)
         return report, ""

@@ -69,14 +69,14 @@ class JobOperations:
         return state
 
     def of(self, state: State) -> JobStatus:
-        diagnosis, now_ms = self._driver.diagnosis, self._driver.clock.now_ms()
+        driver = self._driver
         return with_workers(
             self._without_workers(state),
-            now_ms,
-            diagnosis.rounds.progress(state),
-            diagnosis.rounds.stragglers(state),
-            diagnosis.rounds.starts(state),
-            diagnosis.snapshots.shown(state),
+            driver.clock.now_ms(),
+            driver.rounds.progress(state),
+            driver.rounds.stragglers(state),
+            driver.rounds.starts(state),
+            driver.snapshots.shown(state),
         )
 
     def _without_workers(self, state: State) -> JobStatus:
@@ -92,7 +92,7 @@ class JobOperations:
         return replace(shown, reason=replace(shown.reason, items=items))
 
     def summary(self, state: State) -> answers.JobSummary:
-        hangs = self._driver.diagnosis.hangs.shown(state.membership.rdzv_id)
+        hangs = self._driver.hangs.shown(state.membership.rdzv_id)
         return summary_of(self._without_workers(state), hangs)
 
     async def watch(self, rdzv_id: str) -> AsyncGenerator[JobStatus, None]:
@@ -129,7 +129,7 @@ class JobOperations:
         state = await self.state(rdzv_id)
         if self._driver.watchers.closed:
             raise errors.RendezvousConnectionError("this server no longer serves; ask again")
-        reader = self._driver.diagnosis.logs.open(state, wanted)
+        reader = self._driver.logs.open(state, wanted)
         try:
             while (lines := await reader.next()) is not None:
                 yield lines
@@ -144,7 +144,7 @@ class JobOperations:
         `why` is the reason for capturing them; if it is empty, no node is asked.
         """
         state = await self.state(rdzv_id)
-        membership, archive = state.membership, self._driver.diagnosis.stack_archive
+        membership, archive = state.membership, self._driver.stack_archive
         if run and run != membership.run:
             raise errors.RendezvousClosedError(
                 f"run {run} of {rdzv_id} has ended, and another has begun: run {membership.run}"
@@ -152,7 +152,7 @@ class JobOperations:
         last = membership.round
         live = last is not None and last.live and not membership.ended
         if why and last is not None and live and number in (None, last.number):
-            return await self._driver.diagnosis.stacks.take(state, why)
+            return await self._driver.stacks.take(state, why)
         kept = await archive.rounds(rdzv_id, membership.run)
         wanted = number if number is not None else max(kept, default=None)
         if wanted is not None and wanted in kept:
@@ -201,7 +201,7 @@ class JobOperations:
         """Delete a job that has ended together with its history; see `Forgetting.forget`."""
         await self._driver.forgetting.forget(rdzv_id)
         try:
-            await self._driver.diagnosis.stack_archive.forget(rdzv_id)
+            await self._driver.stack_archive.forget(rdzv_id)
         except errors.RendezvousError as error:
             log.warning(
                 "could not delete the stacks of %s, which are kept until newer ones replace them: "

@@ -138,7 +138,7 @@ class Connections:
         stream = Stream(number, record.incarnation, hello, counts, caller)
         self._callers[hello.node_id] = caller.name
         counts.add("rdzv_streams_opened_total")
-        self._driver.diagnosis.note_gone(hello.node_id)
+        self._driver.note_gone(hello.node_id)
         self._driver.streams.add(stream)
         self._driver.fleet.note_hello(hello)
         interval_ms = self._driver.leases.heartbeat_interval_ms(record.lease_ms)
@@ -147,7 +147,7 @@ class Connections:
             stream.send(self._standing_by)
         if (owed := self._driver.fleet.owed(hello)) is not None:
             stream.send(owed)
-        self._driver.diagnosis.logs.note_connected(hello.node_id)
+        self._driver.logs.note_connected(hello.node_id)
         return stream
 
     def note_standing_by(self, addresses: tuple[str, ...]) -> None:
@@ -176,7 +176,7 @@ class Connections:
         """Record that a stream has ended. Its node is now away, and is lost if it stays away."""
         stream.close()
         if self._driver.streams.remove(stream):
-            self._driver.diagnosis.note_gone(stream.node_id)
+            self._driver.note_gone(stream.node_id)
         if not self._driver.streams.closed:
             self._driver.loop_watch.listened_until_ms()
             # A node whose connection was lost while this server was paused may have been trying to

@@ -306,19 +306,19 @@ class Reports:
         """Handle a report, unless it is about another round than the job's live one."""
         if not self._driver.streams.is_current(stream):
             return
-        node_id, diagnosis = stream.node_id, self._driver.diagnosis
+        node_id, driver = stream.node_id, self._driver
         match said:
             case messages.LogPiece():
-                diagnosis.logs.take(node_id, said)
+                driver.logs.take(node_id, said)
             case messages.Stacks():
-                diagnosis.stacks.take_in(node_id, said)
+                driver.stacks.take_in(node_id, said)
             case messages.Health():
                 self._driver.fleet.note_health(node_id, said.failing)
             case messages.Draining():
                 self._driver.fleet.note_draining(node_id, said)
             case messages.Hung():
                 if (state := self._state_for(stream, said)) is not None:
-                    diagnosis.hangs.take_report(state, node_id, said)
+                    driver.hangs.take_report(state, node_id, said)
             case (
                 messages.Progress()
                 | messages.WorkersStarted()
@@ -329,8 +329,8 @@ class Reports:
                 if state is None:
                     return
                 if isinstance(said, messages.SnapshotsHeld):
-                    diagnosis.snapshots.note(state, node_id, said, self._driver.clock.now_ms())
-                elif not diagnosis.rounds.note(state, node_id, said):
+                    driver.snapshots.note(state, node_id, said, driver.clock.now_ms())
+                elif not driver.rounds.note(state, node_id, said):
                     return
                 self._driver.watchers.job_progressed(said.rdzv_id)
 

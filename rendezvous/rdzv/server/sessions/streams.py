@@ -226,7 +226,7 @@ class Streams:
     def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
         membership, node_id = after.membership, command.node_id
         run = (membership.rdzv_id, membership.run, membership.run_number)
-        self.send(node_id, messages.Joined(*run, self._driver.diagnosis.rounds.forks(after)))
+        self.send(node_id, messages.Joined(*run, self._driver.rounds.forks(after)))
         if node_id in after.waiting:
             self.send(node_id, announcements.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)

@@ -199,16 +199,16 @@ class MetricsPage(Collector):
             return
         now_ms, page, metrics = driver.clock.now_ms(), JobPage(), self.metrics
         metrics.forget_ended(now_ms)
-        ledgers, told = metrics.ledgers, driver.diagnosis
+        ledgers = metrics.ledgers
         live = [s for s in _known(driver.jobs.states) if s.membership.rdzv_id in metrics.tallies]
         for number, state in enumerate(live, 1):
             rdzv_id = state.membership.rdzv_id
             if (tally := metrics.tallies.get(rdzv_id)) is not None:
                 phases = ledgers.phases(rdzv_id, now_ms, state)
                 page.add_counted(rdzv_id, job_state(state), tally, phases, now_ms)
-                progress = told.rounds.progress(state)
-                page.add_live(state, now_ms, progress, told.rounds.stragglers(state))
-                page.add_snapshots(state, told.snapshots.shown(state), progress, now_ms)
+                progress = driver.rounds.progress(state)
+                page.add_live(state, now_ms, progress, driver.rounds.stragglers(state))
+                page.add_snapshots(state, driver.snapshots.shown(state), progress, now_ms)
             if number % SLICE_JOBS == 0:
                 await asyncio.sleep(0)
         for number, (rdzv_id, tally) in enumerate(tuple(metrics.ended.items()), 1):

@@ -80,13 +80,13 @@ async def test_it_is_named_once_with_its_pace_and_once_when_it_is_over(
                 await clock.advance(5_000)
                 s.driver.connections.heard(n1)
                 s.driver.connections.heard(n2)
-            (found,) = s.driver.diagnosis.rounds.stragglers(s.state("job-7"))
+            (found,) = s.driver.rounds.stragglers(s.state("job-7"))
             assert (found.rank, found.step_s, found.median_s) == (3, 2.0, 0.5)
             assert found.age_ms == 95_000
             say(s, n2, 2, 2.0, 2.0)
             await clock.advance(5_000)
             say(s, n1, 0, 2.0, 2.0)
-        assert s.driver.diagnosis.rounds.stragglers(s.state("job-7")) == ()
+        assert s.driver.rounds.stragglers(s.state("job-7")) == ()
         await settle()
         rows = [event_in(row) for row in await s.driver.history.of("job-7", 1_000)]
         told = [(row.name, row.fields["rank"]) for row in rows if row.name.startswith("Rank")]
@@ -108,11 +108,11 @@ async def test_a_silent_one_is_not_slow_and_a_round_that_is_over_is_forgotten() 
             await clock.advance(5_000)
             s.driver.connections.heard(n1)
             s.driver.connections.heard(n2)
-        assert s.driver.diagnosis.rounds.stragglers(s.state("job-7")) == ()
-        assert s.driver.diagnosis.rounds.find(s.state("job-7"))
+        assert s.driver.rounds.stragglers(s.state("job-7")) == ()
+        assert s.driver.rounds.find(s.state("job-7"))
         s.driver.connections.detach(n1)
         await clock.advance(60_000)
-        assert s.driver.diagnosis.rounds.find(s.state("job-7")) is None
+        assert s.driver.rounds.find(s.state("job-7")) is None
 
 
 # ------------------------------------------------------------------ by when they enter collectives
@@ -150,10 +150,10 @@ async def test_of_a_lock_step_training_it_is_the_one_that_the_others_wait_for(
 
         with caplog.at_level(logging.INFO, "rdzv.events"):
             await go_on(100, 12)
-            (found,) = s.driver.diagnosis.rounds.stragglers(s.state("job-7"))
+            (found,) = s.driver.rounds.stragglers(s.state("job-7"))
             assert (found.rank, found.late_ms, found.clock_error_ms) == (3, 98.0, 1.0)
             await go_on(3, 12)
-        assert s.driver.diagnosis.rounds.stragglers(s.state("job-7")) == ()
+        assert s.driver.rounds.stragglers(s.state("job-7")) == ()
         lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
         assert lines == [
             "job-7: RANK 3 on n2 straggles: it enters collectives 98 ms after the others (95th "
@@ -181,9 +181,9 @@ async def test_who_straggled_by_rate_no_longer_does_once_collectives_are_compare
                 s.driver.connections.heard(n2)
 
         await go_on(20, recorded=False)
-        assert [one.rank for one in s.driver.diagnosis.rounds.stragglers(s.state("job-7"))] == [3]
+        assert [one.rank for one in s.driver.rounds.stragglers(s.state("job-7"))] == [3]
         await go_on(2, recorded=True)
-        assert s.driver.diagnosis.rounds.stragglers(s.state("job-7")) == ()
+        assert s.driver.rounds.stragglers(s.state("job-7")) == ()
 
 
 async def test_arrivals_of_another_round_or_node_do_not_count() -> None:
@@ -207,5 +207,5 @@ async def test_rates_count_again_when_collectives_have_not_been_compared_for_lon
             await clock.advance(5_000)
             s.driver.connections.heard(n1)
             s.driver.connections.heard(n2)
-            assert at > 20 or not s.driver.diagnosis.rounds.stragglers(s.state("job-7"))
-        assert [one.rank for one in s.driver.diagnosis.rounds.stragglers(s.state("job-7"))] == [3]
+            assert at > 20 or not s.driver.rounds.stragglers(s.state("job-7"))
+        assert [one.rank for one in s.driver.rounds.stragglers(s.state("job-7"))] == [3]
