@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from any_size_training import Rows, loss_of, samples_of, steps_of
+from cluster import FORK_ALL, QUICK_TORCH
 from kept_workers import Worker, World, world
-from test_kept_workers import at, finish
+from test_kept_workers import ROOT, SUPPORT, at, finish
+from test_resumed_from_memory import RDZVRUN
+
+from tests.support.whole_lines import json_rows
 
 EPOCHS = 6
 STEPS = 5
@@ -19,6 +26,26 @@ STEPS = 5
 
 def steps(made: World) -> dict[int, Rows]:
     return steps_of(row for one in made.all for row in one.lines("step"))
+
+
+def launched(folder: Path, workers: int, **how: Any) -> dict[int, Rows]:
+    """Train under rdzvrun, with a snapshot of each step."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RDZV_")}
+    paths = [str(ROOT / "worker"), os.environ["PYTHONPATH"]]
+    environ |= {"PYTHONPATH": os.pathsep.join(paths), **FORK_ALL, **QUICK_TORCH}
+    options = ["--standalone", f"--nproc-per-node={workers}", "--warm=torch"]
+    script = [str(SUPPORT / "any_size_training.py"), json.dumps({"snapshot_every": 1, **how})]
+    done = subprocess.run(
+        [RDZVRUN, *options, f"--snapshot-dir={folder}", *script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    found = steps_of(json_rows(done.stdout, "step"))
+    assert found, done.stderr
+    return found
 
 
 def trained(folder: Path, size: int, **how: Any) -> dict[int, Rows]:
@@ -58,6 +85,20 @@ def test_losses_samples_and_rates_are_those_of_one_worker(tmp_path: Path) -> Non
     for epoch in range(EPOCHS):
         done = [rows for rows in found.values() if rows[0]["epoch"] == epoch]
         assert Counter(index for rows in done for index in samples_of(rows)) == Counter(range(96))
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_resumed_by_another_number_of_workers(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "alone", 1, epochs=EPOCHS)
+    faults = [at(0, 17, "forward", "raise")]
+    first = launched(tmp_path / "saved", 3, epochs=EPOCHS, faults=faults)
+    second = launched(tmp_path / "saved", 2, epochs=EPOCHS)
+    assert 1 < min(second) <= 18 == len(first) + 1
+    assert {*first, *second} == {*expected}
+    for found in (first, second):
+        for step, rows in found.items():
+            assert samples_of(rows) == samples_of(expected[step])
+            assert loss_of(rows) == pytest.approx(loss_of(expected[step]), rel=1e-11)
 
 
 def test_a_sharded_model_makes_the_same_steps_with_any_number_of_ranks(tmp_path: Path) -> None:
