@@ -295,7 +295,7 @@ def test_no_batches_before_a_round() -> None:
 
 def test_another_data_set_is_refused() -> None:
     state = ElasticBatchSampler(10, 1).state_dict()
-    with pytest.raises(WorkerError, match="for 10 samples, but the data set here has 11"):
+    with pytest.raises(WorkerError, match="for size=10, but here it is 11"):
         ElasticBatchSampler(11, 1).load_state_dict(state)
 
 

@@ -12,18 +12,16 @@ from .rounds import NoRoundError, WorkerError, warn
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank needs to know to add a micro-batch's gradient to those of its step."""
+    """A part of a step, as `state.accumulate` returns it."""
 
     weight: float
     """The factor for its mean loss: its share of the step's samples, times the number of ranks,
-    because DDP divides by that. It is 0 for a micro-batch that another rank computes as well.
+    because gradients are averaged over these. It is 0 if another rank computes it, too.
     """
     is_last: bool
-    """Whether it is the last of this rank's micro-batches in the step, of which all ranks have the
-    same number.
-    """
+    """Whether it is this rank's last one in the step. All ranks have equally many."""
     of: tuple[int, int, int] | None
-    """What its random numbers are derived from: seed, epoch, and place. None: they are the rank's.
+    """What its random numbers are derived from (seed, epoch, place), or None: they are the rank's.
     """
 
 
@@ -36,13 +34,12 @@ class ElasticBatchSampler:
     were part of an unfinished step, are yielded again.
 
     With `batch_size`, each step takes the next `batch_size * world_size` samples, and each rank a
-    consecutive part of them. With `global_batch`, it takes that many samples, whatever the number
-    of ranks; they are divided into micro-batches of at most `micro_batch` samples, which also do
-    not depend on the number of ranks, and the ranks compute them in turn. Each sample is then
-    loaded, and each micro-batch computed, with random numbers of its own, derived from `seed`.
+    consecutive part of them. With `global_batch`, it takes that many samples, cut into parts of at
+    most `micro_batch`, whatever the number of ranks, which compute them in turn. Each sample is
+    then loaded, and each part computed, with random numbers of its own, derived from `seed`.
 
-    All ranks yield equally many batches in a step, so some may be yielded by two ranks. The step at
-    the end of an epoch has fewer samples; with `drop_tail`, it is omitted.
+    All ranks yield equally many batches in a step, so two of them may yield the same one. The step
+    at the end of an epoch has fewer samples; with `drop_tail`, it is omitted.
 
     Iteration ends with the epoch. Loop over epochs like this, which also works if a round begins in
     the middle of one:
@@ -190,21 +187,13 @@ class ElasticBatchSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position.
-
-        Raises `WorkerError` if the data set's size or the global batch differs.
-        """
-        if state["size"] != self.size:
-            raise WorkerError(
-                f"the sampler's state is for {state['size']} samples, but the data set here has "
-                f"{self.size}: give every rank and every start of the job the same data set"
-            )
-        if state.get("global_batch") != self.global_batch:
-            raise WorkerError(
-                f"the sampler's state is for global_batch={state.get('global_batch')}, but here "
-                f"it is {self.global_batch}, so its steps would be others: give every rank and "
-                "every start of the job the same"
-            )
+        """Continue from a saved position. Raises `WorkerError` if it belongs to other steps."""
+        for name, here in (("size", self.size), ("global_batch", self.global_batch)):
+            if state.get(name) != here:
+                raise WorkerError(
+                    f"the sampler's state is for {name}={state.get(name)}, but here it is {here}: "
+                    "give every rank and every start of the job the same data set and global batch"
+                )
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.seed = state["seed"]
@@ -218,8 +207,7 @@ class ElasticBatchSampler:
     def __len__(self) -> int:
         """Return the number of batches in this epoch that this rank has not committed."""
         steps, tail = divmod(self.size - self.position, self._per_step)
-        per_rank = [-(-self._count(n) // self._world_size) for n in (self._per_step, tail)]
-        return steps * per_rank[0] + (0 if self.drop_tail else per_rank[1])
+        return steps * self._turns(self._per_step) + (0 if self.drop_tail else self._turns(tail))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of indices until the end of the epoch."""
@@ -236,18 +224,18 @@ class ElasticBatchSampler:
             self.on_first_batch()
         self.on_first_batch = None
         order = self._order()
-        position = self.position
+        position, world_size = self.position, self._world_size
         self._yielded.clear()
         while left := self._left(position):
             samples = min(self._per_step, left)
-            for part, begin, end in self._step(position, samples, rank):
-                self._yielded.append(part)
-                indices = order[begin:end]
-                yield (
-                    indices
-                    if self.global_batch is None
-                    else _Samples(indices, (self.seed, self.epoch))
-                )
+            count = self._count(samples)
+            turns = range(rank, self._turns(samples) * world_size, world_size)
+            for turn in turns:
+                begin, end = (position + (turn % count + i) * samples // count for i in (0, 1))
+                weight = (end - begin) * world_size / samples if turn < count else 0.0
+                of = (self.seed, self.epoch, begin) if self.global_batch else None
+                self._yielded.append(MicroBatch(weight, turn == turns[-1], of))
+                yield _Samples(order[begin:end], of[:2]) if of else order[begin:end]
                 self._refuse_if_stale(round_)
             position += samples
 
@@ -278,17 +266,9 @@ class ElasticBatchSampler:
         # A script that knows nothing of weights has a part of the epoch's tail on each rank.
         return count if self.global_batch else max(count, min(samples, self._world_size))
 
-    def _step(
-        self, position: int, samples: int, rank: int
-    ) -> Iterator[tuple[MicroBatch, int, int]]:
-        count, world_size = self._count(samples), self._world_size
-        turns = range(rank, -(-count // world_size) * world_size, world_size)
-        for turn in turns:
-            number = turn % count
-            begin, end = (position + i * samples // count for i in (number, number + 1))
-            weight = (end - begin) * world_size / samples if turn < count else 0.0
-            of = (self.seed, self.epoch, begin) if self.global_batch else None
-            yield MicroBatch(weight, turn == turns[-1], of), begin, end
+    def _turns(self, samples: int) -> int:
+        """Return how many of them each rank computes; some are computed twice."""
+        return -(-self._count(samples) // self._world_size)
 
     def _order(self) -> list[int]:
         if not self.shuffle:

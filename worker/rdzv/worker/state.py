@@ -106,11 +106,10 @@ class State:
 
     @contextmanager
     def accumulate(self, model: Any) -> Iterator[MicroBatch]:
-        """Compute one batch of the state's `ElasticBatchSampler`, as a part of a step.
+        """Compute one batch of the state's `ElasticBatchSampler` as a part of a step.
 
-        `model` is the DistributedDataParallel wrapper, or a model sharded by `fully_shard`. Ranks
-        exchange gradients in the backward pass of the last part alone. Multiply the mean loss by
-        the part's weight:
+        Give it the DistributedDataParallel wrapper, or a model sharded by `fully_shard`; gradients
+        are exchanged in the last part alone. The loss is a mean over the batch:
 
             with state.accumulate(model) as part:
                 (part.weight * loss_function(model(inputs), targets)).backward()
@@ -119,8 +118,7 @@ class State:
                 state.optimizer.zero_grad()
                 state.commit()
 
-        Raises `RoundOver` if the round has ended, and `WorkerError` without such a model or
-        sampler, or in the wrong order.
+        Raises `RoundOver` if the round has ended, and `WorkerError` if it is called out of order.
         """
         self._running("accumulate").check(between_steps=False)
         set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's.
