@@ -497,7 +497,8 @@ def test_random_numbers_belong_to_samples_and_micro_batches_not_to_ranks() -> No
     assert len(numbers) == 2 * (12 + 5) * 3
 
 
-def test_gradients_are_exchanged_in_the_last_part_of_a_step() -> None:
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_gradients_are_exchanged_in_the_last_part_of_a_step(static_graph: bool) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sampler = ElasticBatchSampler(12, global_batch=12, micro_batch=4)
@@ -505,7 +506,7 @@ def test_gradients_are_exchanged_in_the_last_part_of_a_step() -> None:
 
     @elastic
     def train(state: State, round_: Round) -> None:
-        wrapped = nn.parallel.DistributedDataParallel(state.model)
+        wrapped = nn.parallel.DistributedDataParallel(state.model, static_graph=static_graph)
         with pytest.raises(WorkerError, match="was called with Linear, which exchanges no grad"):
             state.accumulate(state.model).__enter__()
         for _ in state.sampler:
@@ -523,7 +524,8 @@ def test_gradients_are_exchanged_in_the_last_part_of_a_step() -> None:
 
     state = State(model=model, optimizer=optimizer, sampler=sampler)
     train(state)
-    assert synced == [False, False, True]
+    # Torch cannot leave out an exchange of a static graph.
+    assert synced == [static_graph, static_graph, True]
     assert (state.committed, sampler.epoch) == (1, 1)
 
 

@@ -253,18 +253,18 @@ def test_a_global_batch_with_fewer_samples_than_ranks_is_refused_at_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sampler = ElasticBatchSampler(99, global_batch=4, micro_batch=2)
-    with pytest.raises(WorkerError, match=r"is 4, or 2 micro-batches, for 5 workers, so 3 of them"):
+    with pytest.raises(WorkerError, match=r"is 4, or 2 micro-batches, for 5 workers, so 3 are"):
         sampler.begin_round(4, 5)
     # Where there are enough samples, but not enough micro-batches, ranks are wasted.
     sampler.begin_round(0, 2)
     sampler.begin_round(1, 3)
     assert capsys.readouterr().err == ""
     sampler.begin_round(0, 3)
-    assert "for 3 workers, so 1 of them have nothing to do" in capsys.readouterr().err
+    assert "for 3 workers, so 1 are without work" in capsys.readouterr().err
     # A training that has begun goes on, though workers have come.
     sampler.load_state_dict({**sampler.state_dict(), "position": 4})
     sampler.begin_round(0, 5)
-    assert "for 5 workers, so 3 of them have nothing to do" in capsys.readouterr().err
+    assert "for 5 workers, so 3 are without work" in capsys.readouterr().err
 
 
 def test_another_global_batch_is_refused() -> None:

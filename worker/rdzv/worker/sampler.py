@@ -130,7 +130,7 @@ class ElasticBatchSampler:
         if (count := self._count(step)) < world_size:
             idle = (
                 f"global_batch is {step}, or {count} micro-batches, for {world_size} workers, so "
-                f"{world_size - count} of them have nothing to do: choose more samples, smaller "
+                f"{world_size - count} are without work: choose more samples, smaller "
                 "micro-batches, or fewer workers"
             )
             # Later, the job goes on, because workers may also leave again.
@@ -192,7 +192,7 @@ class ElasticBatchSampler:
             if state.get(name) != here:
                 raise WorkerError(
                     f"the sampler's state is for {name}={state.get(name)}, but here it is {here}: "
-                    "give every rank and every start of the job the same data set and global batch"
+                    "give every rank and every start of the job the same, or begin a new training"
                 )
         self.epoch = state["epoch"]
         self.position = state["position"]

@@ -138,7 +138,9 @@ class State:
             derive_rng("micro-batch", *part.of, is_frequent=True)
         if set_sync is not None:
             set_sync(part.is_last)
-        with nullcontext() if part.is_last or set_sync is not None else model.no_sync():
+        # DDP with static_graph=True cannot leave out an exchange. A further one changes nothing.
+        exchanges = part.is_last or set_sync is not None or getattr(model, "static_graph", False)
+        with nullcontext() if exchanges else model.no_sync():
             yield part
 
     def commit(self) -> None:
