@@ -168,11 +168,11 @@ def read(folder: Path, rank: int, world_size: int, wanted: Mapping[str, Contents
 def _image(held: Image, contents: Contents, tensors: dict[str, Any]) -> Image:
     """Return an image as `held` of the tensors to be read, which are added to `tensors`."""
     parameters = {}
-    for name, one in (*contents.parameters(), *contents.outside()):
+    for name, one in contents.tensors():
         tensors[name], parameters[name] = one.detach(), local(one)
     optimizers = []
     names = [".".join(path) for path, _, _ in _tensors(held)][len(held.parameters) :]
-    for named, (key, held_value, sharded) in zip(names, held.optimizers, strict=True):
+    for named, (key, held_value, sharded) in zip(names, held.optimizers):
         value = held_value
         if isinstance(value, Shape):
             parameter = parameters_of(contents.optimizers[key[0]])[key[1]]
