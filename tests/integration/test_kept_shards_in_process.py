@@ -90,6 +90,9 @@ def test_a_model_that_is_the_same_on_all_ranks_belongs_to_the_state() -> None:
             state.add(model=nn.Linear(1, 1))
         with pytest.raises(WorkerError, match="given 'epoch', which is a plain value"):
             state.add(epoch=1, **built())
+        scheduler = {"step": torch.optim.lr_scheduler.StepLR(built()["optimizer"], 1)}
+        with pytest.raises(WorkerError, match=r"state\.step was given to State\(\.\.\.\) and to"):
+            state.add(**built(), **scheduler)
 
     in_a_round(train)
 

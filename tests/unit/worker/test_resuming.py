@@ -291,7 +291,7 @@ def save_part(runner: Runner, rank: int, steps: int, *, redone_in: int | None = 
     snapshots.begin_round(round_of(0, rank))
     for _ in range(steps):
         with torch.no_grad():
-            parts.contents.modules["part"].weight.fill_(10 * rank + (sealing.step or 0) + 1)
+            parts.modules["part"].weight.fill_(10 * rank + (sealing.step or 0) + 1)
         sealing.commit()
         snapshots.committed()
         snapshots.finish()
@@ -299,7 +299,7 @@ def save_part(runner: Runner, rank: int, steps: int, *, redone_in: int | None = 
         sealing.step = steps - 1
         snapshots.begin_round(round_of(redone_in, rank))
         with torch.no_grad():
-            parts.contents.modules["part"].weight.fill_(-1)
+            parts.modules["part"].weight.fill_(-1)
         sealing.commit()
         snapshots.committed()
         snapshots.finish()

@@ -415,7 +415,7 @@ def test_parts_on_disk_are_loaded_when_the_script_adds_its_objects(folder: Path)
         def of_rank(rank: int) -> Any:
             with suppress(MismatchError):
                 add_parts(sealings[rank], parts[rank], round_of(0, rank), store, holds_last=False)
-                return parts[rank].contents.modules[entry].weight.unique().tolist()
+                return parts[rank].modules[entry].weight.unique().tolist()
 
         with ThreadPoolExecutor() as pool:
             return list(pool.map(of_rank, range(2)))

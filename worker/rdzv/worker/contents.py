@@ -78,6 +78,10 @@ class Contents:
             for path, one in module.named_buffers()
         ]
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return all but buffers."""
+        return [*self.parameters(), *self.outside()]
+
     def optimizer_state(self) -> list[tuple[tuple[str, int, str], Any]]:
         return [
             ((name, place, str(key)), value)
@@ -101,10 +105,85 @@ class Contents:
             found.append([f"{name}.param_groups", f"with {sizes} parameters"])
         return found
 
+    def described(self, *more: list[str]) -> tuple[list[list[str]], str]:
+        """Return a description of everything that must match on all ranks, and its hash."""
+        manifest = [*self.manifest(), *more]
+        return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
+
+    def image(
+        self,
+        step: int,
+        small: dict[str, Any],
+        tensors: Sequence[tuple[str, Tensor]] | None = None,
+    ) -> Image:
+        """Return an image that shares the memory of these tensors, or of all."""
+        return Image(
+            step,
+            {name: local(one) for name, one in (self.tensors() if tensors is None else tensors)},
+            [
+                (key, local(value) if is_tensor(value) else value, is_sharded(value))
+                for key, value in self.optimizer_state()
+            ],
+            small,
+        )
+
+    def put_back(
+        self,
+        image: Image,
+        tensors: Sequence[tuple[str, Tensor]] | None = None,
+        buffers: Sequence[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """Load an image, or only these of its tensors and buffers.
+
+        Its optimizer state is handed over, not copied.
+        """
+        tensors = self.tensors() if tensors is None else tensors
+        with torch.no_grad():
+            copy_all(
+                [image.parameters[name] for name, _ in tensors],
+                [local(one) for _, one in tensors],
+                [],
+                copiers(),
+            )
+            for name, one in self.buffers() if buffers is None else buffers:
+                local(one).copy_(image.small["buffers"][name])
+        for optimizer in self.optimizers.values():
+            optimizer.state.clear()
+        for (name, place, key), value, sharded in image.optimizers:
+            optimizer = self.optimizers[name]
+            parameter = parameters_of(optimizer)[place]
+            held = _like(parameter, value) if sharded else value
+            optimizer.state.setdefault(parameter, {})[key] = held
+        self.put_small(image.small)
+
+    def small_with(self, buffers: dict[str, Tensor]) -> dict[str, Any]:
+        return {
+            "buffers": buffers,
+            "groups": {
+                name: copy.deepcopy(_groups_of(one)) for name, one in self.optimizers.items()
+            },
+            "objects": {
+                name: _copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
+                for name, one in self.objects.items()
+            },
+            "values": {
+                name: _copied(name, one, copy.deepcopy) for name, one in self.values.items()
+            },
+        }
+
+    def put_small(self, small: Mapping[str, Any]) -> None:
+        for name, optimizer in self.optimizers.items():
+            for group, held in zip(optimizer.param_groups, copy.deepcopy(small["groups"][name])):
+                group.update(held, params=group["params"])
+        for name, entry in self.objects.items():
+            _load_object(entry, copy.deepcopy(small["objects"][name]))
+        for name in self.values:
+            self.values[name] = copy.deepcopy(small["values"][name])
+
     def layout(self) -> Layout:
         """Return what tensors' names and bits do not tell of their places in the whole state."""
         names = {id(one): name for name, one in self._all_parameters()}
-        tensors = (*self.parameters(), *self.outside(), *self.buffers())
+        tensors = (*self.tensors(), *self.buffers())
         return Layout(
             {
                 name: [names.get(id(one), str(n)) for n, one in enumerate(parameters_of(optimizer))]
@@ -136,12 +215,6 @@ class Contents:
             for optimizer in self.optimizers.values()
             for parameter in parameters_of(optimizer)
         }
-
-
-def described(contents: Contents, *more: list[str]) -> tuple[list[list[str]], str]:
-    """Return a description of everything that must match on all ranks, and its hash."""
-    manifest = [*contents.manifest(), *more]
-    return manifest, hashlib.blake2b(json.dumps(manifest).encode(), digest_size=16).hexdigest()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -279,7 +352,7 @@ class Image:
     """
     small: dict[str, Any]
     """Buffers, optimizers' groups, states of objects, and plain values, by kind and name; in a
-    snapshot and for a sharded state, the `layout`, too.
+    snapshot, the `layout`, too.
     """
 
     def tensors(self) -> list[tuple[str, Any]]:
@@ -319,73 +392,6 @@ def _joined(key: tuple[str, int, str]) -> str:
 
 def _is_large(value: Any) -> bool:
     return isinstance(value, Shape) or is_tensor(value)
-
-
-def image_of(
-    step: int, tensors: Sequence[tuple[str, Tensor]], contents: Contents, small: dict[str, Any]
-) -> Image:
-    """Return an image that shares the memory of these tensors."""
-    return Image(
-        step,
-        {name: local(one) for name, one in tensors},
-        [
-            (key, local(value) if is_tensor(value) else value, is_sharded(value))
-            for key, value in contents.optimizer_state()
-        ],
-        small,
-    )
-
-
-def put_back(
-    image: Image,
-    contents: Contents,
-    tensors: Sequence[tuple[str, Tensor]],
-    buffers: Sequence[tuple[str, Tensor]],
-) -> None:
-    """Load an image into contents; its optimizer state is handed over, not copied."""
-    with torch.no_grad():
-        copy_all(
-            [image.parameters[name] for name, _ in tensors],
-            [local(one) for _, one in tensors],
-            [],
-            copiers(),
-        )
-        for name, one in buffers:
-            local(one).copy_(image.small["buffers"][name])
-    for optimizer in contents.optimizers.values():
-        optimizer.state.clear()
-    for (name, place, key), value, sharded in image.optimizers:
-        optimizer = contents.optimizers[name]
-        parameter = parameters_of(optimizer)[place]
-        held = _like(parameter, value) if sharded else value
-        optimizer.state.setdefault(parameter, {})[key] = held
-    put_small(image.small, contents)
-
-
-def small_of(contents: Contents, buffers: dict[str, Tensor]) -> dict[str, Any]:
-    return {
-        "buffers": buffers,
-        "groups": {
-            name: copy.deepcopy(_groups_of(one)) for name, one in contents.optimizers.items()
-        },
-        "objects": {
-            name: _copied(name, one, lambda one: copy.deepcopy(one.state_dict()))
-            for name, one in contents.objects.items()
-        },
-        "values": {
-            name: _copied(name, one, copy.deepcopy) for name, one in contents.values.items()
-        },
-    }
-
-
-def put_small(small: Mapping[str, Any], contents: Contents) -> None:
-    for name, optimizer in contents.optimizers.items():
-        for group, held in zip(optimizer.param_groups, copy.deepcopy(small["groups"][name])):
-            group.update(held, params=group["params"])
-    for name, entry in contents.objects.items():
-        _load_object(entry, copy.deepcopy(small["objects"][name]))
-    for name in contents.values:
-        contents.values[name] = copy.deepcopy(small["values"][name])
 
 
 def local(tensor: Tensor) -> Tensor:

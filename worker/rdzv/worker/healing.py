@@ -15,10 +15,8 @@ from .contents import (
     Image,
     Shape,
     derive_rng,
-    described,
     packed,
     parameters_of,
-    small_of,
     unpacked,
 )
 from .rounds import MismatchError, NoSourceError, exchange
@@ -140,7 +138,7 @@ def heal(
     sealing.contents.refuse_shards()
     if not sealing.has_begun:
         # Fail now, rather than in the round that needs to send the state.
-        packed(image=sealing.image(small_of(sealing.contents, {})).shapes())
+        packed(image=sealing.image(sealing.contents.small_with({})).shapes())
     hashed = digest_of(sealing.image({})) if sealing.has_begun and not sealing.torn else ""
     verified = verifying.offered()
     offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed, verified)
@@ -190,7 +188,7 @@ def _exchange_offers(
     verified: dict[str, Any],
 ) -> tuple[list[StateOffer], list[list[str]]]:
     samplers = [[f"state.{name}", one.given] for name, one in sealing.samplers.items()]
-    manifest, manifest_digest = described(sealing.contents, *samplers)
+    manifest, manifest_digest = sealing.contents.described(*samplers)
     mine = StateOffer(
         # Like a new process, a rank that has never begun to train has nothing to offer.
         kept=sealing.has_begun,
@@ -272,7 +270,7 @@ def _send(
     contents, mine = sealing.contents, offers[round_.rank]
     if round_.rank == source:
         buffers = {name: one.detach().clone() for name, one in contents.buffers()}
-        image, seed = sealing.image(small_of(contents, buffers)), torch.initial_seed()
+        image, seed = sealing.image(contents.small_with(buffers)), torch.initial_seed()
         transfer("state", source, to, round_, store, image, hashed=hashed, seed=seed)
         return
     own = sealing.image({})

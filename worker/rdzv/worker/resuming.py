@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .contents import derive_rng, described
+from .contents import derive_rng
 from .rounds import exchange, warn
 from .shards import Place
 from .slot_format import NO_MARK, Mark
@@ -266,7 +266,7 @@ class Resuming:
     def _fits(self, found: Found) -> bool:
         header = found.header
         reason = ""
-        if header.state != described(self._sealing.contents)[1]:
+        if header.state != self._sealing.contents.described()[1]:
             reason = "its state has other names, sizes or types"
         elif isinstance(found.held, WholeStep):
             reason = found.held.why_not(self._round.world_size)

@@ -15,12 +15,8 @@ from .contents import (
     Image,
     Shape,
     captured_rng,
-    image_of,
     parameters_of,
-    put_back,
-    put_small,
     restore_rng,
-    small_of,
 )
 from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
@@ -102,22 +98,18 @@ class Sealing:
         if with_state or parts is not None:
             tensors = [*contents.parameters(), *sealed.outside()]
             small = {**sealed.small, "layout": contents.layout()}
-            images["state"] = image_of(step, tensors, contents, small)
+            images["state"] = contents.image(step, small, tensors)
         if parts is not None:
-            images["part"] = parts.image(step, self.shards.small, clone=False)
+            images["part"] = parts.image(step, {**self.shards.small, "layout": parts.layout()})
         own = {"rng": sealed.rng, "buffers": sealed.small["buffers"], "place": self._place}
         return Content(own, images)
 
     def image(self, small: dict[str, Any]) -> Image:
-        contents = self.contents
-        tensors = [*contents.parameters(), *contents.outside()]
-        return image_of(self.step or 0, tensors, contents, small)
+        return self.contents.image(self.step or 0, small)
 
     def load(self, image: Image, *, with_buffers: bool = True) -> None:
         """Load a state; its optimizer tensors are handed over, not copied."""
-        contents = self.contents
-        tensors = [*contents.parameters(), *contents.outside()]
-        put_back(image, contents, tensors, contents.buffers() if with_buffers else [])
+        self.contents.put_back(image, buffers=None if with_buffers else [])
         self.step = image.step
 
     def load_own(self, own: Mapping[str, Any]) -> None:
@@ -141,7 +133,7 @@ class Sealing:
         self._before_step = None
 
     def add(self, parts: Parts, *, holds_last: bool) -> None:
-        for optimizer in parts.contents.optimizers.values():
+        for optimizer in parts.optimizers.values():
             optimizer.register_step_pre_hook(self._refuse_or_hold)
         self.shards.begin(parts, holds_last=holds_last)
         # Building the model has drawn random numbers that an uninterrupted run would not have
@@ -163,7 +155,7 @@ class Sealing:
         """Copy the sealed step, to which `go_back` returns, to the CPU."""
         assert self._sealed is not None
         former = self._verified[2] if self._verified is not None else None
-        image = image_of(self.step or 0, self.contents.parameters(), self.contents, {})
+        image = self.contents.image(self.step or 0, {}, self.contents.parameters())
         shapes, held = image.shapes(), None
         if with_tensors:
             reused = dict(former.tensors()) if former is not None else {}
@@ -188,7 +180,7 @@ class Sealing:
         self.wait_for_copy()
         if held is not None:
             image = replace(held.with_optimizers_on(shapes), small=sealed.small)
-            put_back(image, self.contents, self.contents.parameters(), [])
+            self.contents.put_back(image, self.contents.parameters(), [])
         self.step, self._sealed = step, sealed
         self.torn, self.has_gone_back = held is None, True
         sealed.put_back(self.contents)
@@ -247,7 +239,7 @@ class _Copy:
         buffers, outside = ({}, {}) if last is None else (last._buffers, last._outside)
         self._buffers: dict[str, Tensor] = _cloned(contents.buffers(), buffers)
         self._outside: dict[str, Tensor] = _cloned(contents.outside(), outside)
-        self.small = small_of(contents, self._buffers)
+        self.small = contents.small_with(self._buffers)
 
     def outside(self) -> list[tuple[str, Tensor]]:
         return list(self._outside.items())
@@ -255,7 +247,7 @@ class _Copy:
     def put_back(self, contents: Contents) -> None:
         self.put_back_local(contents)
         _copy_back(self._outside, contents.outside())
-        put_small(self.small, contents)
+        contents.put_small(self.small)
 
     def put_back_local(self, contents: Contents) -> None:
         restore_rng(self.rng)

@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .contents import (
-    Contents,
-    Image,
-    described,
-    image_of,
-    is_sharded,
-    local,
-    put_back,
-    small_of,
-)
+from .contents import Contents, Image, Layout, is_sharded, local
 from .healing import compare_manifests, transfer
 from .rounds import MismatchError, NoSourceError, UnsupportedError, WorkerError, exchange
 from .snapshot_files import whole_step
@@ -44,33 +35,33 @@ class Place:
     shards: int = 1
 
 
-class Parts:
+class Parts(Contents):
     """The modules, optimizers and objects that a script has added to a round."""
 
     def __init__(self, entries: Mapping[str, Any], rank: int, world_size: int) -> None:
-        self.contents = Contents(entries)
-        if self.contents.values:
+        super().__init__(entries)
+        if self.values:
             raise WorkerError(
-                f"state.add() was given {min(self.contents.values)!r}, which is a plain value: "
+                f"state.add() was given {min(self.values)!r}, which is a plain value: "
                 "give it to State(...), which keeps it from round to round"
             )
         # They are listed now, because a forward pass temporarily replaces them with gathered
         # parameters.
-        self._tensors = self.contents.parameters() + self.contents.outside()
-        self._buffers = self.contents.buffers()
-        self._layout = self.contents.layout()
+        self._tensors, self._buffers = super().tensors(), super().buffers()
+        self._layout = super().layout()
         self.place = place_of(self._tensors, rank, world_size)
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return self._tensors
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        return self._buffers
+
+    def layout(self) -> Layout:
+        return self._layout
+
     def small(self) -> dict[str, Any]:
-        buffers = {name: local(one).clone() for name, one in self._buffers}
-        return {**small_of(self.contents, buffers), "layout": self._layout}
-
-    def image(self, step: int, small: dict[str, Any], *, clone: bool) -> Image:
-        image = image_of(step, self._tensors, self.contents, small)
-        return image.mapped(lambda _, one: one.clone()) if clone else image
-
-    def put_back(self, image: Image) -> None:
-        put_back(image, self.contents, self._tensors, self._buffers)
+        return self.small_with({name: local(one).clone() for name, one in self._buffers})
 
 
 class Shards:
@@ -127,7 +118,8 @@ class Shards:
         if self.parts is not None and not self.is_touched:
             self._last = None  # Its memory can be reused for the next image.
             if self._holds_last:
-                self._last = self.parts.image(step, self.small, clone=True)
+                image = self.parts.image(step, self.small)
+                self._last = image.mapped(lambda _, one: one.clone())
             self.is_touched = True
 
     def commit(self) -> None:
@@ -146,7 +138,7 @@ class Shards:
             return
         images = [] if self._last is None else [self._last]
         if not self.is_touched:
-            images.append(self.parts.image(step or 0, self.small, clone=False))
+            images.append(self.parts.image(step or 0, self.small))
         self._held = {image.step: image for image in images} if step else {}
         self.is_missing = bool(step) and step not in self._held
         self.parts, self._last, self.small = None, None, {}
@@ -201,7 +193,12 @@ def add_parts(
     """
     shards, step = sealing.shards, sealing.step
     held = shards.all_held(step)
-    manifest, hashed = described(parts.contents)
+    manifest, hashed = parts.described()
+    given = dict(sealing.contents.manifest())
+    if both := [name for name, _ in manifest if name in given]:
+        raise WorkerError(
+            f"{both[0]} was given to State(...) and to state.add(): name one otherwise"
+        )
     mine = Claim(
         shard=parts.place.shard,
         shards=parts.place.shards,
@@ -239,7 +236,7 @@ def _read_parts(parts: Parts, step: WholeStep, round_: Round, manifest: str) -> 
         )
     if reason := step.why_not(round_.world_size):
         raise NoSourceError(f"cannot load the snapshot in {step.folder}: {reason}")
-    parts.put_back(step.read(round_, part=parts.contents).images["part"])
+    parts.put_back(step.read(round_, part=parts).images["part"])
 
 
 def sources(claims: list[Claim]) -> dict[int, int]:

@@ -226,7 +226,7 @@ def _index_of(part: Path) -> tuple[int, Any, str, str]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """Return a CRC of a file's first bytes, which takes a quarter of the time of a BLAKE2 digest."""
+    """Return a CRC of a file's first bytes: four times as fast as a BLAKE2 digest."""
     crc = 0
     with path.open("rb") as file:
         while size > 0 and (piece := file.read(min(size, _PIECE_BYTES))):

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .contents import described
 from .link import Announced
 from .rounds import warn
 from .slot_format import NO_MARK, Header, Mark
@@ -254,8 +253,8 @@ class Snapshots:
     def _header(self, round_: Round, content: Content) -> Header:
         sealing, parts = self._sealing, self._sealing.shards.parts
         if self._layout is None:
-            part = "" if parts is None else described(parts.contents)[1]
-            self._layout = (described(sealing.contents)[1], part)
+            part = "" if parts is None else parts.described()[1]
+            self._layout = (sealing.contents.described()[1], part)
         place = sealing.shards.place
         return Header(
             step=sealing.step or 0,

@@ -62,7 +62,7 @@ class State:
 
     def __getattr__(self, name: str) -> Any:
         parts = self._sealing.shards.parts
-        for held in (self._sealing.contents, *([parts.contents] if parts is not None else [])):
+        for held in (self._sealing.contents, *([parts] if parts is not None else [])):
             for entries in (held.values, held.modules, held.optimizers, held.objects):
                 if name in entries:
                     return entries[name]
