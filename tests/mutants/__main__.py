@@ -60,6 +60,7 @@ TARGETS = (
     "rendezvous/rdzv/server/telemetry/notifications.py",
     "rendezvous/rdzv/server/wire.py",
     "rendezvous/rdzv/stores/*.py",
+    "rendezvous/rdzv/view/advice.py",
     "rendezvous/rdzv/view/ledger.py",
     "rendezvous/rdzv/ctl/doctor.py",
     "rendezvous/rdzv/transport/node_stream.py",

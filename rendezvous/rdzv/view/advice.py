@@ -112,7 +112,7 @@ def _goodput(intervals: Sequence[Interval]) -> float:
 def _spares(job: JobSummary, runs: Runs) -> Iterable[Change]:
     training, free = _in_training(runs), Counter[int]()
     for one in training:
-        free[max(one.nodes - one.seats, 0)] += one.ms
+        free[max(round(one.nodes) - one.seats, 0)] += one.ms
     if not training:
         return
     most = job.max_nodes or max(one.seats for one in training)

@@ -57,8 +57,8 @@ class Interval:
     node or to several."""
     round: int | None
     """The round to which the interval belongs, or None between rounds."""
-    nodes: int
-    """The number of nodes that the job held all this time."""
+    nodes: float
+    """The number of nodes that the job held all this time or, before its first round, the mean."""
     seats: int
     """The number of nodes in the round or, between rounds, in the next one, as far as known."""
     steps: int = 0
@@ -72,7 +72,7 @@ class Interval:
 
     @property
     def node_ms(self) -> int:
-        return self.ms * self.nodes
+        return round(self.ms * self.nodes)
 
 
 @struct(frozen=True)
@@ -536,18 +536,31 @@ class Book:
 
         It becomes one interval, or several if the number of held nodes changes meanwhile.
         """
-        until_ms = min(until_ms, self._now_ms)
+        since_ms, until_ms = self._until_ms, min(until_ms, self._now_ms)
         number, way = (None, "") if of is None else (of.number, of.way)
-        while (since_ms := self._until_ms) < until_ms:
-            while len(self._held) > 1 and self._held[1][0] <= since_ms:
-                del self._held[0]
-            self._until_ms = min([until_ms, *(changed_ms for changed_ms, _ in self._held[1:2])])
-            span, nodes = (since_ms, self._until_ms), self._held[0][1]
-            made = round(steps * (self._until_ms - since_ms) / (until_ms - since_ms))
+        pieces = self._pieces(since_ms, until_ms)
+        if len(pieces) > 1 and of is None and not cause[0]:
+            # Thousands of nodes may come one by one before the first round.
+            node_ms = sum(ms * nodes for ms, nodes in pieces)
+            pieces = [(until_ms - since_ms, node_ms / (until_ms - since_ms))]
+        for ms, nodes in pieces:
+            span = (self._until_ms, self._until_ms + ms)
+            made = round(steps * ms / (until_ms - span[0]))
+            steps, self._until_ms = steps - made, span[1]
             self.booked.append(
                 Interval(*span, phase.value, *cause, number, nodes, self._seats, made, way)
             )
-            steps -= made
+
+    def _pieces(self, since_ms: int, until_ms: int) -> list[tuple[int, float]]:
+        """Return how long how many nodes were held between two times, and forget it."""
+        pieces: list[tuple[int, float]] = []
+        while since_ms < until_ms:
+            while len(self._held) > 1 and self._held[1][0] <= since_ms:
+                del self._held[0]
+            next_ms = min([until_ms, *(changed_ms for changed_ms, _ in self._held[1:2])])
+            pieces.append((next_ms - since_ms, self._held[0][1]))
+            since_ms = next_ms
+        return pieces
 
     def _close(self, until_ms: int) -> None:
         ended = self._round is None or self._round.ended_ms is not None

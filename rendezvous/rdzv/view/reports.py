@@ -117,7 +117,7 @@ def spent_by(
         lost_node_ms=sum(cost.node_ms for cost in owed),
         lost_gpu_ms=gpu_total(cost.gpu_ms for cost in owed),
     )
-    most = max(one.nodes for one in whole)
+    most = round(max(one.nodes for one in whole))
     return JobShare(line, phases, owed, of_job(job, every, snapshot_ms), most)
 
 

@@ -128,6 +128,12 @@ def test_a_spare_keeps_an_elastic_job_whole() -> None:
     assert (found["1 spare"].costs_ms, found["1 spare"].now) == (20 * HOUR_MS, "0")
 
 
+def test_a_node_more_in_a_job_that_is_never_whole_is_no_spare() -> None:
+    """It trains, too, and the node that comes back does so in a new round as before."""
+    found = advised(shrinking(), 20 * HOUR, nodes=(1, 4))["1 spare"]
+    assert found.saves_ms == (20 * HOUR - 60 - 720) * 1_000
+
+
 def test_without_its_spare_an_elastic_job_shrinks_and_forms_anew() -> None:
     found = advised(shrinking(spare=True), 20 * HOUR, nodes=(1, 2))["no spare"]
     assert found.costs_ms == (2 * HOUR - 360) * 1_000 + 2 * 360 * 1_000

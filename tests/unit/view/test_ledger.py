@@ -313,7 +313,7 @@ TABLE: dict[str, tuple[Story, float, str]] = {
             (15, complete(0, "n1", "n2", enough_s=1)),
         ],
         16,
-        "0..10 queued, 10..11 waiting, 11..14 waiting, 14..15 forming, 15..16 training",
+        "0..10 queued, 10..14 waiting, 14..15 forming, 15..16 training",
     ),
     "nodes that are there without a name are there": (
         [
@@ -363,7 +363,7 @@ TABLE: dict[str, tuple[Story, float, str]] = {
             (60, history.NodesWithdrawn(2, ("n1", "n2"), "the job is queued again")),
         ],
         70,
-        "0..5 queued, 5..6 waiting, 6..60 waiting, 60..70 queued",
+        "0..5 queued, 5..60 waiting, 60..70 queued",
     ),
     "a join timeout was all waiting": (
         [
@@ -527,6 +527,23 @@ def test_the_nodes_time_is_counted_while_they_are_held() -> None:
     ledger = ledger_of(story, 20)
     assert [one.node_ms for one in ledger.intervals] == [30_000, 20_000]
     assert ledger.costs == (Cost("node lost", "n3", 1, 10_000, 20_000, 30_000, None),)
+
+
+def test_each_change_of_the_nodes_begins_an_interval_once_there_was_a_round() -> None:
+    """Before, thousands may come one by one, so one interval has their mean."""
+    story: Story = [(0, BEGAN), *((number / 10, joined(f"n{number}")) for number in range(1_000))]
+    story += [(100, complete(0, "n0", "n1")), (110, joined("late"))]
+    story += over(120, 120, 0, Cause.NODE_LOST, "n1")
+    story += [(120, lost("n1", 0)), (121, joined("m1")), (123, complete(1, "n0", "m1"))]
+    found = [(written(one), one.nodes, one.seats) for one in ledger_of(story, 130).intervals]
+    assert found == [
+        ("0..100 waiting", pytest.approx(500.5), 2),
+        ("100..110 training", 1_000, 2),
+        ("110..120 training", 1_001, 2),
+        ("120..121 waiting (node lost) n1", 1_000, 2),
+        ("121..123 waiting (node lost) n1", 1_001, 2),
+        ("123..130 training", 1_001, 2),
+    ]
 
 
 def test_runs_are_apart() -> None:
