@@ -156,6 +156,8 @@ class WorkersStarted:
     """Why one of them has not loaded snapshots that it should or could have loaded."""
     forks: bool = False
     """Whether the node has a zygote that serves the script."""
+    script: Label = ""
+    """A digest of the script, once all these workers have entered its function under @elastic."""
 
 
 @struct(frozen=True)
@@ -327,6 +329,11 @@ class Joined:
     forks: bool | None = None
     """Whether zygotes serve the script on all nodes of the running round; None if none is running.
     """
+    script: str = ""
+    """The script of which all nodes of the running round have said so. A node that waits, and has
+    the same one, may start standbys with it."""
+    renewed: int = 0
+    """The running round's; standbys that were started for a lower one are started anew."""
 
 
 @struct(frozen=True)

@@ -12,6 +12,9 @@ It runs by path, with the standard library alone. Arguments are what it does bes
     children         it starts a child, and a daemon in a session of its own
     dies             it dies as soon as it has parked
     unlinked         it does not use its link
+    elastic          it says so as if it had entered a function under @elastic; without a rank, it
+                     parks before its first round
+    unready:FILE     without a rank, it fails while that file exists
     stays            it ignores SIGTERM
     saves:BYTES      it asks for slots of that size, prints what is in them, writes its pid into the
                      first, and says that it has saved a snapshot; it reports its step as progress
@@ -108,8 +111,9 @@ class Worker:
     """The actions of this process."""
 
     def __init__(self) -> None:
-        self.round = int(os.environ["RDZV_ROUND"])
-        self.step = 0
+        standby = "elastic" in sys.argv and os.environ["RANK"] == "standby"
+        self.round = -1 if standby else int(os.environ["RDZV_ROUND"])
+        self.step: int | None = None if standby else 0
         """As in a training in lock-step: all workers of a round seal the same steps."""
         self.parked = False
         self.suspected = False
@@ -125,7 +129,15 @@ class Worker:
         """Train until told otherwise."""
         if "children" in sys.argv:
             start_children()
-        self.begin()
+        if self.round == -1:
+            file = option("unready")
+            if file and Path(file).exists():
+                raise ValueError("no standby today")
+            self.park()
+        else:
+            self.begin()
+            if "elastic" in sys.argv:
+                self.resumed(None)
         while True:
             readable = select.select([self.link] if self.link else [], [], [], 0.01)[0]
             if readable:
@@ -234,11 +246,15 @@ class Worker:
                 os.dup2(log, stream)
                 os.close(log)
         self.begin()
+        self.resumed(frame["source"])
+
+    def resumed(self, source: int | None) -> None:
+        assert self.link is not None
         self.link.say(
             type="resumed",
             round=self.round,
             step=self.step,
-            source=frame["source"],
+            source=source,
             healed=False,
             init_ms=1,
             heal_ms=2,

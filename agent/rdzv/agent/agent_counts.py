@@ -38,9 +38,9 @@ COUNTED = (
     ),
     Counted(
         "rdzv_agent_worker_starts_total",
-        "Workers that began a round: kept from the previous round, started warm, or cold.",
+        "Workers that began a round: kept from the previous one, hot (standbys), warm, or cold.",
         ("how",),
-        each(("kept", "warm", "cold")),
+        each(("kept", "hot", "warm", "cold")),
     ),
     Counted(
         "rdzv_agent_park_seconds",

@@ -53,6 +53,25 @@ AGENT_KIND_DAEMON: AgentKind.ValueType  # 2
 """rdzv-agent: its workers outlive it for a while, so its seat is kept for a lease."""
 global___AgentKind = AgentKind
 
+class _StandbyState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _StandbyStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_StandbyState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    STANDBY_STATE_UNSPECIFIED: _StandbyState.ValueType  # 0
+    STANDBY_STATE_COLD: _StandbyState.ValueType  # 1
+    STANDBY_STATE_STARTING: _StandbyState.ValueType  # 2
+    STANDBY_STATE_READY: _StandbyState.ValueType  # 3
+
+class StandbyState(_StandbyState, metaclass=_StandbyStateEnumTypeWrapper): ...
+
+STANDBY_STATE_UNSPECIFIED: StandbyState.ValueType  # 0
+STANDBY_STATE_COLD: StandbyState.ValueType  # 1
+STANDBY_STATE_STARTING: StandbyState.ValueType  # 2
+STANDBY_STATE_READY: StandbyState.ValueType  # 3
+global___StandbyState = StandbyState
+
 class _ScaleUp:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -665,6 +684,7 @@ class Join(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
     PREPARING_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     """The run that the node takes part in; empty for a fresh join."""
@@ -706,6 +726,10 @@ class Join(google.protobuf.message.Message):
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Snapshot]:
         """The node's snapshots of the run's state; a later join replaces them."""
 
+    @property
+    def standby(self) -> global___Standby:
+        """The workers that the node has started in advance; a later join replaces them."""
+
     def __init__(
         self,
         *,
@@ -724,15 +748,49 @@ class Join(google.protobuf.message.Message):
         kept: collections.abc.Iterable[global___KeptWorker] | None = ...,
         snapshots: collections.abc.Iterable[global___Snapshot] | None = ...,
         preparing: builtins.bool = ...,
+        standby: global___Standby | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "preparing", b"preparing", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed", "snapshots", b"snapshots"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "furthest_step", b"furthest_step", "left_round", b"left_round", "offer", b"offer", "settings", b"settings", "standby", b"standby"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_left_round", b"_left_round", "failures", b"failures", "fenced", b"fenced", "fenced_age_ms", b"fenced_age_ms", "furthest_step", b"furthest_step", "kept", b"kept", "left_round", b"left_round", "offer", b"offer", "preparing", b"preparing", "rdzv_id", b"rdzv_id", "refuse_reuse", b"refuse_reuse", "run", b"run", "secret", b"secret", "settings", b"settings", "snapshot_changed", b"snapshot_changed", "snapshots", b"snapshots", "standby", b"standby"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_left_round", b"_left_round"]) -> typing.Literal["left_round"] | None: ...
 
 global___Join = Join
+
+@typing.final
+class Standby(google.protobuf.message.Message):
+    """The workers of a node without a seat: started in advance, they have run the script up to its function
+    under @elastic, and are parked there.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    GPU_BYTES_FIELD_NUMBER: builtins.int
+    CPUS_FIELD_NUMBER: builtins.int
+    state: global___StandbyState.ValueType
+    why: builtins.str
+    """Why there are none; empty if it is not known yet whether the script can have any."""
+    memory_bytes: builtins.int
+    """Their memory and that in use on their GPUs, and how many CPUs they use."""
+    gpu_bytes: builtins.int
+    cpus: builtins.float
+    def __init__(
+        self,
+        *,
+        state: global___StandbyState.ValueType = ...,
+        why: builtins.str = ...,
+        memory_bytes: builtins.int = ...,
+        gpu_bytes: builtins.int = ...,
+        cpus: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cpus", b"cpus", "gpu_bytes", b"gpu_bytes", "memory_bytes", b"memory_bytes", "state", b"state", "why", b"why"]) -> None: ...
+
+global___Standby = Standby
 
 @typing.final
 class KeptWorker(google.protobuf.message.Message):
@@ -1420,6 +1478,7 @@ class WorkersStarted(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     NOT_LOADED_FIELD_NUMBER: builtins.int
     FORKS_FIELD_NUMBER: builtins.int
+    SCRIPT_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -1430,6 +1489,10 @@ class WorkersStarted(google.protobuf.message.Message):
     forks: builtins.bool
     """The node has a zygote that its workers have shown to serve this script. The message is sent again when
     that changes.
+    """
+    script: builtins.str
+    """A digest of the script, once all these workers have entered its function under @elastic. The message is
+    sent again then.
     """
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StartedWorker]: ...
@@ -1442,8 +1505,9 @@ class WorkersStarted(google.protobuf.message.Message):
         workers: collections.abc.Iterable[global___StartedWorker] | None = ...,
         not_loaded: builtins.str = ...,
         forks: builtins.bool = ...,
+        script: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["forks", b"forks", "not_loaded", b"not_loaded", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["forks", b"forks", "not_loaded", b"not_loaded", "rdzv_id", b"rdzv_id", "round", b"round", "run", b"run", "script", b"script", "workers", b"workers"]) -> None: ...
 
 global___WorkersStarted = WorkersStarted
 
@@ -1456,7 +1520,7 @@ class StartedWorker(google.protobuf.message.Message):
     WHY_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     how: builtins.str
-    """kept (the process of the round before), warm (forked) or cold."""
+    """kept (the process of the round before), hot (a standby), warm (forked) or cold."""
     why: builtins.str
     """Why it was not kept, or not started warm, in words; empty if its node does not know."""
     def __init__(
@@ -2514,11 +2578,19 @@ class Joined(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     RUN_NUMBER_FIELD_NUMBER: builtins.int
     FORKS_FIELD_NUMBER: builtins.int
+    SCRIPT_FIELD_NUMBER: builtins.int
+    RENEWED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     run_number: builtins.int
     forks: builtins.bool
     """While a round is running, whether all its nodes have sent `forks`. Unset otherwise."""
+    script: builtins.str
+    """The digest that all its nodes have sent in `script`; empty otherwise. The message is sent again once
+    it is known.
+    """
+    renewed: builtins.int
+    """The running round's `renewed`."""
     def __init__(
         self,
         *,
@@ -2526,9 +2598,11 @@ class Joined(google.protobuf.message.Message):
         run: builtins.str = ...,
         run_number: builtins.int = ...,
         forks: builtins.bool | None = ...,
+        script: builtins.str = ...,
+        renewed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_forks", b"_forks", "forks", b"forks"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_forks", b"_forks", "forks", b"forks", "rdzv_id", b"rdzv_id", "run", b"run", "run_number", b"run_number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_forks", b"_forks", "forks", b"forks", "rdzv_id", b"rdzv_id", "renewed", b"renewed", "run", b"run", "run_number", b"run_number", "script", b"script"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_forks", b"_forks"]) -> typing.Literal["forks"] | None: ...
 
 global___Joined = Joined
@@ -2562,6 +2636,7 @@ class Assignment(google.protobuf.message.Message):
     SNAPSHOT_LOADS_FIELD_NUMBER: builtins.int
     ORIGIN_FIELD_NUMBER: builtins.int
     LINEAGE_FIELD_NUMBER: builtins.int
+    RENEWED_FIELD_NUMBER: builtins.int
     rdzv_id: builtins.str
     run: builtins.str
     round: builtins.int
@@ -2594,6 +2669,8 @@ class Assignment(google.protobuf.message.Message):
     """
     lineage: builtins.int
     """The last round of new workers only, whose lineage kept workers carry on; see `SnapshotMark`."""
+    renewed: builtins.int
+    """The last round for which an operator asked for new processes. Standbys started before it are not used."""
     @property
     def tally(self) -> global___Tally:
         """What else the run has spent; unset if nothing. Nodes keep it for a server that has lost its state."""
@@ -2640,9 +2717,10 @@ class Assignment(google.protobuf.message.Message):
         snapshot_loads: builtins.int = ...,
         origin: builtins.int = ...,
         lineage: builtins.int = ...,
+        renewed: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "resume_step", b"resume_step", "snapshot", b"snapshot", "source", b"source", "tally", b"tally"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "charged_suspects", b"charged_suspects", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "kept", b"kept", "lineage", b"lineage", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "origin", b"origin", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "restarts", b"restarts", "resume_step", b"resume_step", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "snapshot", b"snapshot", "snapshot_loads", b"snapshot_loads", "source", b"source", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_resume_step", b"_resume_step", "_source", b"_source", "charged_suspects", b"charged_suspects", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "kept", b"kept", "lineage", b"lineage", "master_addr", b"master_addr", "master_port", b"master_port", "max_restarts", b"max_restarts", "origin", b"origin", "rank_first", b"rank_first", "rdzv_id", b"rdzv_id", "renewed", b"renewed", "restarts", b"restarts", "resume_step", b"resume_step", "role_rank_first", b"role_rank_first", "role_world_size", b"role_world_size", "round", b"round", "run", b"run", "snapshot", b"snapshot", "snapshot_loads", b"snapshot_loads", "source", b"source", "tally", b"tally", "use_agent_store", b"use_agent_store", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_resume_step", b"_resume_step"]) -> typing.Literal["resume_step"] | None: ...
     @typing.overload
@@ -2874,6 +2952,7 @@ class JobStatus(google.protobuf.message.Message):
     RESUME_STEP_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
+    HOT_FIELD_NUMBER: builtins.int
     SNAPSHOT_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     CLOSED_FIELD_NUMBER: builtins.int
@@ -2923,6 +3002,7 @@ class JobStatus(google.protobuf.message.Message):
     all nodes have reported how theirs were started.
     """
     cold: builtins.int
+    hot: builtins.int
     closed: builtins.bool
     """Whether the run forms no more rounds: it has ended, or it is being stopped."""
     @property
@@ -2987,15 +3067,18 @@ class JobStatus(google.protobuf.message.Message):
         resume_step: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
+        hot: builtins.int | None = ...,
         snapshot: global___WholeSnapshot | None = ...,
         reason: global___Reason | None = ...,
         closed: builtins.bool = ...,
         last_failure: global___LastFailure | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "last_failure", b"last_failure", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "closed", b"closed", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "kept", b"kept", "last_failure", b"last_failure", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_hot", b"_hot", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "budgets", b"budgets", "cold", b"cold", "hot", b"hot", "last_failure", b"last_failure", "max_restarts", b"max_restarts", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "snapshot", b"snapshot", "source", b"source", "submission", b"submission", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_hot", b"_hot", "_max_restarts", b"_max_restarts", "_restarts", b"_restarts", "_resume_step", b"_resume_step", "_round", b"_round", "_source", b"_source", "_warm", b"_warm", "backend", b"backend", "budgets", b"budgets", "closed", b"closed", "cold", b"cold", "ended_by_failure", b"ended_by_failure", "has_secret", b"has_secret", "hot", b"hot", "kept", b"kept", "last_failure", b"last_failure", "master_addr", b"master_addr", "master_port", b"master_port", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "no_progress", b"no_progress", "nodes", b"nodes", "owner", b"owner", "progress", b"progress", "rdzv_id", b"rdzv_id", "reason", b"reason", "restarts", b"restarts", "resume_step", b"resume_step", "round", b"round", "run", b"run", "run_age_ms", b"run_age_ms", "run_number", b"run_number", "snapshot", b"snapshot", "source", b"source", "state", b"state", "state_age_ms", b"state_age_ms", "stragglers", b"stragglers", "submission", b"submission", "warm", b"warm", "world_size", b"world_size"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_hot", b"_hot"]) -> typing.Literal["hot"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_restarts", b"_max_restarts"]) -> typing.Literal["max_restarts"] | None: ...
     @typing.overload
@@ -3404,6 +3487,8 @@ class NodeStatus(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     WARM_FIELD_NUMBER: builtins.int
     COLD_FIELD_NUMBER: builtins.int
+    HOT_FIELD_NUMBER: builtins.int
+    STANDBY_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
     SNAPSHOT_BYTES_FIELD_NUMBER: builtins.int
     node_id: builtins.str
@@ -3417,12 +3502,17 @@ class NodeStatus(google.protobuf.message.Message):
     """How long it has been in this state."""
     role: builtins.str
     kept: builtins.int
-    """How many of its workers were kept, warm or cold in the live round; unset until the node reports it."""
+    """How many of its workers were kept, hot, warm or cold in the live round; unset until the node reports it."""
     warm: builtins.int
     cold: builtins.int
+    hot: builtins.int
     snapshots: builtins.int
     """The number of snapshots of the job's state that it holds in memory, and their size."""
     snapshot_bytes: builtins.int
+    @property
+    def standby(self) -> global___Standby:
+        """Of a node that waits for a seat; unset of others."""
+
     def __init__(
         self,
         *,
@@ -3437,15 +3527,19 @@ class NodeStatus(google.protobuf.message.Message):
         kept: builtins.int | None = ...,
         warm: builtins.int | None = ...,
         cold: builtins.int | None = ...,
+        hot: builtins.int | None = ...,
+        standby: global___Standby | None = ...,
         snapshots: builtins.int = ...,
         snapshot_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "group_rank", b"group_rank", "kept", b"kept", "rank_first", b"rank_first", "warm", b"warm"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "group_rank", b"group_rank", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "role", b"role", "snapshot_bytes", b"snapshot_bytes", "snapshots", b"snapshots", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_hot", b"_hot", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "cold", b"cold", "group_rank", b"group_rank", "hot", b"hot", "kept", b"kept", "rank_first", b"rank_first", "standby", b"standby", "warm", b"warm"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_cold", b"_cold", "_group_rank", b"_group_rank", "_hot", b"_hot", "_kept", b"_kept", "_rank_first", b"_rank_first", "_warm", b"_warm", "address", b"address", "cold", b"cold", "group_rank", b"group_rank", "hot", b"hot", "kept", b"kept", "local_world_size", b"local_world_size", "node_id", b"node_id", "rank_first", b"rank_first", "role", b"role", "snapshot_bytes", b"snapshot_bytes", "snapshots", b"snapshots", "standby", b"standby", "state", b"state", "state_age_ms", b"state_age_ms", "warm", b"warm"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cold", b"_cold"]) -> typing.Literal["cold"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_group_rank", b"_group_rank"]) -> typing.Literal["group_rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_hot", b"_hot"]) -> typing.Literal["hot"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_kept", b"_kept"]) -> typing.Literal["kept"] | None: ...
     @typing.overload

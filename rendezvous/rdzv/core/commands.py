@@ -84,7 +84,8 @@ class Join(OfNode):
     kept: tuple[model.KeptWorker, ...] = ()
     snapshots: tuple[model.Snapshot, ...] = ()
     preparing: bool = False
-    """Whether the node's workers would start cold now, and warm soon."""
+    """Whether the node's workers would start cold now, and warm or hot soon."""
+    standby: model.Standby = model.NO_STANDBY
 
 
 @struct(frozen=True)

@@ -311,6 +311,8 @@ class WorkerStart(StrEnum):
     """The way in which a worker was started for a round."""
 
     KEPT = "kept"
+    HOT = "hot"
+    """The worker was a standby: it had run the script up to its function under @elastic."""
     WARM = "warm"
     COLD = "cold"
 
@@ -334,6 +336,7 @@ class WorkersStarted:
     warm: int
     cold: int
     new: tuple[NewWorker, ...] = ()
+    hot: int = 0
 
 
 @struct(frozen=True)

@@ -37,6 +37,7 @@ from rdzv.bounds import (
     OwnPort,
     Port,
     Printable,
+    Rate,
     Sentence,
     Step,
     Traceback,
@@ -214,6 +215,37 @@ class KeptWorker:
     """The oldest sealed step to which the worker can go back, or None if it can resume only at
     `step`."""
     pid: Annotated[int, Unsent] = 0
+    gpu_bytes: Annotated[int, Unsent] = 0
+
+
+class StandbyState(StrEnum):
+    """How far the standby workers of a waiting node are."""
+
+    COLD = "cold"
+    """There are none."""
+    STARTING = "starting"
+    READY = "ready"
+
+
+@struct(frozen=True)
+class Standby:
+    """The workers that a waiting node has started in advance.
+
+    They have run the script up to its function under @elastic and are parked there: when the node
+    gets a seat, they are new workers that need not be started.
+    """
+
+    state: Annotated[StandbyState, Else(StandbyState.COLD)] = StandbyState.COLD
+    why: Sentence = ""
+    """Why there are none; empty if the job has not shown yet that its script can have any."""
+    memory_bytes: Step = 0
+    """Their memory, and that in use on their GPUs; 0 until it is known."""
+    gpu_bytes: Step = 0
+    cpus: Rate = 0.0
+    """How many CPUs they use while they wait."""
+
+
+NO_STANDBY = Standby()
 
 
 @struct(frozen=True)
@@ -317,7 +349,8 @@ class Assignment:
     snapshot_loads: int = 0
     origin: int = 0
     lineage: int = 0
-    """These six are explained in `Round`."""
+    renewed: int = 0
+    """These seven are explained in `Round`."""
 
     @property
     def hosts_store(self) -> bool:
@@ -443,6 +476,9 @@ class Round:
     earlier lineages are never loaded."""
     lineage: int = 0
     """The last round that had only new workers; kept workers continue its lineage."""
+    renewed: int = 0
+    """The last round for which an operator asked for new processes: those started before it may
+    have loaded another version of the script."""
 
     @property
     def world_size(self) -> int:
@@ -668,6 +704,7 @@ class WaitingNode:
     """The snapshots of this run's state that the node holds."""
     preparing: bool = False
     """Whether a running round should not end for this node yet."""
+    standby: Standby = NO_STANDBY
 
 
 @struct(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
-from rdzv.core.model import JobSpec, Settings
+from rdzv.core.model import JobSpec, NodeState, Settings, StandbyState
 from rdzv.core.reason import Reason
 from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.ctl.layout import Cell, Columns, Page, Text, bold, dim
@@ -153,7 +153,8 @@ def _of_round(value: str, job: JobStatus) -> str:
 
 
 def _node_counts(job: JobStatus) -> str:
-    counts = Counter(node.state for node in job.nodes)
+    # A spare that cannot have a standby replaces a lost node as slowly as any newcomer.
+    counts = Counter(f"cold {n.state}" if _is_cold_spare(n) else n.state for n in job.nodes)
     # Seated nodes come first; a newer server's states, unknown here, come last.
     known = [state for state in reversed(_BY_CONCERN) if state in counts]
     states = known + [state for state in counts if state not in known]
@@ -161,6 +162,11 @@ def _node_counts(job: JobStatus) -> str:
     if job.min_nodes is None or job.max_nodes is None:
         return f"{have}; min:max is unknown"
     return f"{have}; min:max is {job.min_nodes}:{job.max_nodes}"
+
+
+def _is_cold_spare(node: NodeStatus) -> bool:
+    standby = node.standby if node.state == NodeState.SPARE else None
+    return standby is not None and standby.state is StandbyState.COLD
 
 
 def _restarts(job: JobStatus) -> Text:
@@ -202,7 +208,7 @@ def workers(job: JobStatus) -> str:
     kept = f"{job.kept} kept" if job.kept else ""
     if kept and job.source is not None:
         kept += f" from step {job.resume_step} of RANK {job.source}"
-    new = {"warm": job.warm, "cold": job.cold}
+    new = {"hot": job.hot, "warm": job.warm, "cold": job.cold}
     if kept and job.warm is None and job.world_size is not None:
         new = {"new": job.world_size - job.kept}
     said = [kept] * bool(kept) + [f"{number} {how}" for how, number in new.items() if number]
@@ -326,9 +332,7 @@ def node_table(
         "RANK": _ranks,
         "STEP": lambda node: _node_steps(node, job, by_rank),
         # Split into kept, warm and cold if known.
-        "WORKERS": lambda node: (
-            origins(node.kept, node.warm, node.cold) or number_text(node.local_world_size)
-        ),
+        "WORKERS": lambda node: origins(node) or number_text(node.local_world_size),
         "ROLE": lambda node: (node.role or UNKNOWN) if with_role else "",
         "ADDRESS": lambda node: node.address or UNKNOWN,
         "WHY": lambda node: whys.get(node.node_id, ""),

@@ -265,6 +265,11 @@ GROUPS = {
             end waiting workers after this time without a next round, as they hold their GPUs; if
             above 600, also how long they may wait in a round for others to start (default 600)""",
             default=600_000, dest="park_timeout_ms", own=True),
+        value("--standby", "hot|cold", kinds.text, """
+            hot: while this node waits for a seat, its workers run the script up to its function
+            under @elastic of rdzv.worker, and wait there; cold: they start when it gets one
+            (default hot); see docs/standby.md""",
+            choices=("hot", "cold"), default="hot", own=True),
         value("--snapshot-memory", "GB", kinds.number(0, 1_000_000, "gigabytes", scale=10**9), """
             the most memory of this node for what state.save() saves; 0: none (default: half of
             what is free at the first save)""", own=True),

@@ -16,7 +16,7 @@ from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stacks import SilentNode, WorkerStack
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.fleet.node_resources import Gpu
-from rdzv.core.model import DeclinedNode
+from rdzv.core.model import DeclinedNode, Standby
 from rdzv.core.reason import Reason
 from rdzv.core.snapshots import SoleHolder
 from rdzv.structs import struct
@@ -69,10 +69,13 @@ class NodeStatus:
     role: str | None
     state_age_ms: int
     kept: int | None = None
-    """The number of its workers in the live round that are kept; `warm` and `cold` count those
-    forked warm or started cold. None if unknown."""
+    """The number of its workers in the live round that are kept; `hot`, `warm` and `cold` count
+    those that were standbys, forked warm, or started cold. None if unknown."""
+    hot: int | None = None
     warm: int | None = None
     cold: int | None = None
+    standby: Standby | None = None
+    """The workers that it has started in advance, if it waits for a seat."""
     snapshots: int = 0
     """The number of snapshots of the job's state that it holds in memory; `snapshot_bytes` is their
     size."""
@@ -220,9 +223,11 @@ class JobStatus:
     resume_step: int | None = None
     """The number of steps that the source had sealed."""
     warm: int | None = None
-    """The number of workers of the live round that were forked warm. None, like `cold`, if unknown.
+    """The number of workers of the live round that were forked warm. None, like `cold` and `hot`,
+    if unknown.
     """
     cold: int | None = None
+    hot: int | None = None
     snapshot: WholeSnapshot | None = None
 
 

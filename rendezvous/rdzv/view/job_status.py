@@ -42,7 +42,7 @@ from rdzv.core.model import (
 )
 from rdzv.core.reason import LAST_CALL, Reason, ReasonItem
 from rdzv.core.rounds.budgets import backoff_ms
-from rdzv.core.words import counted, duration, listed
+from rdzv.core.words import counted, duration, listed, size_text
 from rdzv.structs import replace
 from rdzv.transport.wire import convert
 from rdzv.view.answers import (
@@ -197,6 +197,10 @@ def _node_items(state: State, drains: Mapping[str, Drain], now_ms: int) -> Itera
     for node_id, until_ms in holds(state).items():
         if until_ms > now_ms and node_id in state.waiting:
             yield _held_item(node_id, until_ms - now_ms)
+    waits = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
+    for node_id, waiting in state.waiting.items():
+        if waiting.standby != model.NO_STANDBY and node_id not in state.away:
+            yield ReasonItem(_standby(waiting.standby), node_id, waits)
     for d in _departed(state):
         may_run = "its workers may still run until it reports" if d.may_run else ""
         yield ReasonItem(d.reason, d.node_id, d.state, may_run)
@@ -214,6 +218,16 @@ def _held_item(node_id: str, left_ms: int) -> ReasonItem:
     return ReasonItem(
         "it was lost more than once lately", node_id, NodeState.WAITING, then, left_ms
     )
+
+
+def _standby(standby: model.Standby) -> str:
+    said = f"standby: {standby.state}"
+    if standby.state is model.StandbyState.COLD:
+        return f"{said}: {standby.why}"
+    if not standby.memory_bytes:
+        return said
+    gpus = f", {size_text(standby.gpu_bytes)} of GPU memory" if standby.gpu_bytes else ""
+    return f"{said} ({size_text(standby.memory_bytes)}{gpus}, {standby.cpus:.2g} CPUs)"
 
 
 def _left(due_ms: int, now_ms: int) -> int:
@@ -406,6 +420,7 @@ def node_views(state: State, now_ms: int) -> tuple[NodeStatus, ...]:
         offer: Offer = _NO_OFFER,
         group_rank: int | None = None,
         rank_first: int | None = None,
+        standby: model.Standby | None = None,
     ) -> None:
         if node_id not in views:
             views[node_id] = NodeStatus(
@@ -417,6 +432,7 @@ def node_views(state: State, now_ms: int) -> tuple[NodeStatus, ...]:
                 address=offer.address or None,
                 role=offer.role or None,
                 state_age_ms=max(now_ms - since_ms, 0),
+                standby=standby,
             )
 
     for group_rank, p in enumerate(round_.participants if round_ else ()):
@@ -426,7 +442,8 @@ def node_views(state: State, now_ms: int) -> tuple[NodeStatus, ...]:
     waits = NodeState.SPARE if _all_seats_taken(state) else NodeState.WAITING
     for node_id, waiting in state.waiting.items():
         node_state = NodeState.AWAY if node_id in state.away else waits
-        show(node_id, node_state, waiting.since_ms, waiting.offer)
+        standby = waiting.standby if waiting.standby != model.NO_STANDBY else None
+        show(node_id, node_state, waiting.since_ms, waiting.offer, standby=standby)
     for node_id, stuck in state.stuck.items():
         show(node_id, NodeState.STOPPING, stuck.since_ms)
     for node_id in awaited(state) if ended is None else ():

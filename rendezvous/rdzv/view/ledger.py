@@ -645,9 +645,9 @@ def _way(event: history.RoundCompleted | events.WorkersStarted) -> str:
         return "all new"
     if not event.kept:
         return "cold" if event.cold else "all warm"
-    if not event.cold and not event.warm:
+    if not event.cold and not event.warm and not event.hot:
         return "all kept"
-    return f"some kept, others {'cold' if event.cold else 'warm'}"
+    return f"some kept, others {'cold' if event.cold else 'warm' if event.warm else 'hot'}"
 
 
 def _earlier(known_ms: int | None, found_ms: int) -> int:

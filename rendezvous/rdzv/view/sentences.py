@@ -113,14 +113,12 @@ def started(event: events.WorkersStarted) -> str:
     '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
     """
     new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
-    return ": ".join(
-        part for part in (origins(event.kept, event.warm, event.cold), "; ".join(new)) if part
-    )
+    return ": ".join(part for part in (origins(event), "; ".join(new)) if part)
 
 
-def origins(kept: int | None, warm: int | None, cold: int | None) -> str:
-    """Describe how many workers were kept, started warm, and started cold, omitting zeros."""
-    found = ((kept, "kept"), (warm, "warm"), (cold, "cold"))
+def origins(one: object) -> str:
+    """Describe how many workers of a node or round were kept, hot, warm and cold."""
+    found = [(getattr(one, how), how) for how in events.WorkerStart]
     return ", ".join(f"{number} {how}" for number, how in found if number)
 
 

@@ -14,7 +14,7 @@ const spent = (count, most) => (most === null ? String(count) : `${count} of ${m
 /** How a round's or node's workers entered the round, as far as known. */
 function origins(of) {
   const fresh = of.warm === null && of.kept ? (of.world_size ?? of.local_world_size) - of.kept : null;
-  const counts = [[of.kept, "kept"], [of.warm, "warm"], [of.cold, "cold"], [fresh, "new"]];
+  const counts = [[of.kept, "kept"], [of.hot, "hot"], [of.warm, "warm"], [of.cold, "cold"], [fresh, "new"]];
   return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
 }
 

@@ -20,7 +20,7 @@ export function roundsOf(events, run) {
       last = { number: is.round, began: event.unix_ms, ended: null, settled: null, cause: "", reason: "", charge: "", workers: "", steps: stopped, world: is.world_size ?? null };
       rounds.push(last);
     } else if (event.name === "WorkersStarted" && last?.number === is.round) {
-      last.workers = [[is.kept, "kept"], [is.warm, "warm"], [is.cold, "cold"]].filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
+      last.workers = [[is.kept, "kept"], [is.hot, "hot"], [is.warm, "warm"], [is.cold, "cold"]].filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
     } else if (event.name === "FirstStepMade" && last?.number === is.round && last.steps.length === 2) {
       last.first = event.unix_ms - is.age_ms;
       last.steps.push(["first step", last.first - last.began]);

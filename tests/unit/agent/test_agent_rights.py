@@ -80,6 +80,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "(self._proc / 'sys' / 'kernel' / 'random' / 'boot_id').read_text",
         "runner_adoption.RunnerRecords._started_at: (self._proc / str(pid) / 'stat').read_bytes",
         "hang_watch._switches: Path(f'/proc/{pid}/status').read_text",
+        "standby_workers.used_by: Path(f'/proc/{pid}/smaps_rollup').read_text",
+        "standby_workers.used_by: Path(f'/proc/{pid}/stat').read_text",
         "numa._Machine._text: (self.sysfs / path).read_text",
         "numa._Machine.core_complex_of: (self.sysfs / f'devices/system/cpu/cpu{cpu}/cache').glob",
         "numa._Machine.nodes: (self.sysfs / 'devices/system/node').glob",

@@ -138,7 +138,7 @@ def test_what_was_changed_in_the_zygotes_environment_is_changed_in_a_workers_too
 
 def environ_of(local_rank: int, round_: int = 3, **base: str) -> dict[str, str]:
     assignment = replace(
-        warm.ANY_ROUND,
+        warm.NO_ROUND,
         **{"round": round_, "rank_first": 4, "world_size": 8, "group_rank": 2, "restarts": round_},
         master_addr="10.0.0.1",
         master_port=round_,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from rdzv.core.commands import Restart
 from rdzv.core.events import RoundCompleted, RoundEnded, RoundSettled, WorkerFailed
 from rdzv.core.invariants import violations
 from rdzv.core.kept_ranks import WHY_NEW, NotKept, WhyNew, keep
@@ -478,6 +479,19 @@ def test_two_rounds_that_break_before_kept_workers_have_sealed_a_step_end_them(
     assert bool(kept_ranks(keeping)) == keeps
     assert [one.why for one in not_kept] == ([] if keeps else [WhyNew.NO_STEP])
     assert keeping.fruitless == again
+
+
+def test_a_round_knows_when_an_operator_last_asked_for_new_processes() -> None:
+    job = two_of_two(restart_backoff_ms=0)
+    assert job.round.renewed == 0
+    job.fail("n1", report(0, 1))
+    job.stopped("n1", "n2")
+    assert (job.round.number, job.round.renewed) == (1, 0)
+    job.do(Restart(job.membership.run, 1, "new code"))
+    job.stopped("n1", "n2")
+    job.fail("n1", report(0, 1))
+    job.stopped("n1", "n2")
+    assert (job.round.number, job.round.renewed) == (3, 2)
 
 
 def test_ends_that_ask_for_new_processes() -> None:

@@ -162,7 +162,7 @@ def test_flags_of_submit_are_completed() -> None:
     assert completed("submit", "--nproc") == ["--nproc-per-node"]
     assert completed("submit", "--gpus") == ["--gpus-per-node"]
     assert completed("submit", "--use") == ["--user"]
-    assert completed("submit", "--stand") == []
+    assert completed("submit", "--standa") == []
     assert completed("subm") == ["submit"]
     assert "uncordon" in completed("unc")
 

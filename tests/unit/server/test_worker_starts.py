@@ -48,6 +48,39 @@ async def test_they_are_recorded_once_all_nodes_have_said_so() -> None:
         ]
 
 
+async def test_waiting_nodes_hear_of_the_script_once_all_nodes_have_said_the_same() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        n3 = await s.connect("n3")
+        await s.join(n3)
+        read(n3)
+
+        def heard() -> list[tuple[str, int]]:
+            return [(one.script, one.renewed) for one in read(n3) if isinstance(one, Joined)]
+
+        elastic = replace(said("cold", "cold"), script="abc")
+        s.report(n1, said("cold", "cold"))
+        s.report(n1, elastic)
+        s.report(n2, said("cold", "cold"))
+        assert heard() == []
+        s.report(n2, elastic)
+        assert heard() == [("abc", 0)]
+        s.report(n2, replace(elastic, forks=True))
+        assert heard() == [], "there is no news"
+        await s.join(n3)
+        assert heard() == [("abc", 0)]
+
+
+async def test_nodes_with_different_scripts_give_nobody_a_standby() -> None:
+    async with server() as s:
+        n1, n2 = await s.pair()
+        n3 = await s.connect("n3")
+        for node, script in ((n1, "abc"), (n2, "def")):
+            s.report(node, replace(said("cold", "cold"), script=script))
+        await s.join(n3)
+        assert [one.script for one in read(n3) if isinstance(one, Joined)] == [""]
+
+
 async def test_a_newcomer_hears_whether_the_zygotes_of_all_nodes_serve_the_script() -> None:
     async with server() as s:
         n1, n2 = await s.pair()

@@ -56,6 +56,13 @@ class Round:
         return torch.device("cpu")
 
 
+STANDBY = "standby"
+"""The value of RANK, RDZV_ROUND and the like in a process that was started without a rank. A
+script that reads one as a number fails, so it can never train with a wrong one.
+"""
+STANDBY_ROUND = -1
+
+
 def round_of(environ: Mapping[str, str], *, kept: bool = False) -> Round:
     """Read a round from the environment set by rdzvrun or torchrun; the default is one worker.
 

@@ -27,6 +27,8 @@ from .healing import heal
 from .link import Go, Link, Release, process_link
 from .resuming import Resuming
 from .rounds import (
+    STANDBY,
+    STANDBY_ROUND,
     ReplicasDifferError,
     Round,
     RoundOver,
@@ -104,7 +106,7 @@ class Session:
         """
         refuse_groups_from_outside()
         self._refuse_second_call()
-        go: Go | None = None
+        go = self._stand_by() if os.environ.get("RDZV_ROUND") == STANDBY else None
         while True:
             value, over = self._one_round(call, go)
             if over is None:
@@ -120,6 +122,17 @@ class Session:
             _enter(order)
             go = order
             del over  # It holds references to the groups of the round that is over.
+
+    def _stand_by(self) -> Go:
+        """Park before the first round, as this process was started before its node has a seat."""
+        order: Go | Release | None = None
+        if self._link is not None:
+            self._link.parked(STANDBY_ROUND, [], **self._sealing.holds())
+            order = self._link.wait_for_order()
+        if not isinstance(order, Go):
+            raise SystemExit("the runner of this standby worker is gone, so it gets no round")
+        _enter(order)
+        return order
 
     def check(self, *, between_steps: bool) -> None:
         if self._link is not None and self._link.is_over():
@@ -197,7 +210,8 @@ class Session:
             )
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> tuple[Any, Over | None]:
-        round_ = self._round = round_of(os.environ, kept=go is not None)
+        # A standby's first round begins with an order, too.
+        round_ = self._round = round_of(os.environ, kept=self.groups is not None)
         groups = self.groups = RoundGroups(round_, self._options, self._link, self.groups)
         object.__setattr__(self._state, "_session", self)
         try:

@@ -8,7 +8,7 @@ from typing import Annotated
 from rdzv.agent.core.model import AgentState, Outcome
 from rdzv.bounds import Flat
 from rdzv.core.commands import Fail, Leave, ReportStoreHost, ReportStuck, Succeed
-from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved
+from rdzv.core.model import NO_STANDBY, UNMOVED, Assignment, Failure, KeptWorker, Moved, Standby
 from rdzv.messages import KeepCopies, SnapshotsHeld, SnapshotWatermark
 from rdzv.structs import struct
 
@@ -25,6 +25,7 @@ class SayJoin:
     moved: Annotated[Moved, Flat] = UNMOVED
     kept: tuple[KeptWorker, ...] = ()
     """The parked workers that may enter the next round."""
+    standby: Standby = NO_STANDBY
 
 
 @struct(frozen=True)
@@ -32,6 +33,13 @@ class StartWorkers:
     """Parked workers in `assignment.kept` enter the round; all others are ended first."""
 
     assignment: Assignment
+
+
+@struct(frozen=True)
+class StartStandby:
+    """Start the workers of a node without a place, if it has this script."""
+
+    script: str
 
 
 @struct(frozen=True)
@@ -102,6 +110,7 @@ Command = (
     | KeepCopies
     | SnapshotWatermark
     | StartWorkers
+    | StartStandby
     | StopWorkers
     | EndKept
     | NotifyWorkers

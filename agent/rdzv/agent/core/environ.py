@@ -71,6 +71,22 @@ def worker_environ(
     return environ
 
 
+_OF_A_ROUND = (
+    *("RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    "RDZV_ROUND",
+)
+
+
+def without_round(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a worker without a round.
+
+    Its ranks are a word: a script that reads one before its function under @elastic fails, instead
+    of training alone or with a wrong rank.
+    """
+    return {**environ, **dict.fromkeys(_OF_A_ROUND, "standby")}
+
+
 def _snapshot(assignment: Assignment) -> str | None:
     """Return LINEAGE:STEP:SERIES to load, "" for none, or None where the server does not say."""
     mark = assignment.snapshot

@@ -6,7 +6,16 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 from __future__ import annotations
 
 from rdzv import messages
-from rdzv.core.model import UNMOVED, Assignment, Failure, KeptWorker, Moved, Snapshot, SnapshotMark
+from rdzv.core.model import (
+    UNMOVED,
+    Assignment,
+    Failure,
+    KeptWorker,
+    Moved,
+    Snapshot,
+    SnapshotMark,
+    Standby,
+)
 from rdzv.core.snapshots import CopyCarrier, MissingCopies
 from rdzv.structs import struct
 
@@ -121,6 +130,14 @@ class KeptExited:
 @struct(frozen=True)
 class KeptGone:
     """No parked workers remain."""
+
+
+@struct(frozen=True)
+class StandbySettled:
+    """The workers that were started in advance are parked, or there are none, and why."""
+
+    standby: Standby
+    kept: tuple[KeptWorker, ...] = ()
 
 
 @struct(frozen=True)
@@ -337,6 +354,7 @@ Event = (
     | ServerConnected
     | ServerLost
     | Unhealthy
+    | StandbySettled
     | RunnerLost
     | Signalled
     | NoticeGiven

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from rdzv import messages
-from rdzv.agent.core import drain_notice, events, server_contact
+from rdzv.agent.core import drain_notice, events, server_contact, standbys
 from rdzv.agent.core.commands import (
     Command,
     EndKept,
@@ -39,7 +39,7 @@ from rdzv.agent.core.stopping import (
     stop,
 )
 from rdzv.core.commands import Fail, ReportStoreHost, ReportStuck, Succeed
-from rdzv.core.model import UNMOVED, Assignment, LeaveCause, Result
+from rdzv.core.model import NO_STANDBY, UNMOVED, Assignment, LeaveCause, Result, StandbyState
 from rdzv.core.root_cause import is_odd_replica
 from rdzv.structs import replace, struct
 
@@ -90,8 +90,7 @@ def _apply(work: Work, event: events.Event) -> None:
         case events.ServerLost():
             server_contact.note_server_lost(work, event)
         case messages.Joined():
-            if work.state.phase is Phase.JOINING:
-                work.state = replace(work.state, run=event.run)
+            standbys.note_joined(work, event)
         case Assignment():
             _start(work, event)
         case messages.RoundOver():
@@ -117,6 +116,8 @@ def _apply(work: Work, event: events.Event) -> None:
             _note_kept_exit(work, event)
         case events.KeptGone():
             _note_kept_gone(work)
+        case events.StandbySettled():
+            standbys.note_settled(work, event)
         case events.SnapshotsChanged():
             server_contact.note_snapshots(work, event)
         case messages.SnapshotWatermark() | messages.KeepCopies():
@@ -163,6 +164,7 @@ def _start(work: Work, assignment: Assignment) -> None:
         alive=frozenset(range(state.job.local_world_size)),
         workers_gone=False,
         kept=(),
+        standby=standbys.seated(state, assignment),
         resuming=tuple(one for one in state.kept if one.local_rank in assignment.kept),
         resume_due_ms=work.now_ms + resume_ms(state.job),
         # This may go back, because kept workers may redo the last step.
@@ -211,7 +213,7 @@ def _give_back_seat(work: Work, round_: int) -> None:
         work.state = replace(
             state, left_round=round_, failures=(), finished=(), moved=UNMOVED, fenced=False
         )
-        if state.kept:
+        if state.kept and state.standby.state is not StandbyState.READY:
             # They took part in a round before that one, so no later round can keep them.
             end_kept(work)
         work.do(rejoin(work.state))
@@ -281,6 +283,7 @@ def _apply_to_workers(
                 idle_since_ms=work.now_ms,
                 moved=event.moved,
                 kept=event.kept,
+                standby=standbys.after_round(work.state),
             )
             if work.state.phase is not Phase.SUCCEEDED or work.state.outcome is not None:
                 conclude(work)
@@ -406,6 +409,7 @@ def _lose_runner(work: Work, event: events.RunnerLost) -> None:
         workers_gone=True,
         alive=frozenset(),
         kept=(),
+        standby=NO_STANDBY,
         snapshots=(),
         carrier=None,
         missing_copies=None,
@@ -425,6 +429,9 @@ def _note_kept_exit(work: Work, event: events.KeptExited) -> None:
     kept = tuple(worker for worker in state.kept if worker.pid != event.pid)
     if kept == state.kept:
         return
+    if state.standby.state is StandbyState.READY and not state.ending_kept:
+        standbys.note_exit(work, event)
+        return
     work.state = replace(state, kept=kept)
     if not state.is_ending and not state.ending_kept:
         work.do(rejoin(work.state))
@@ -434,7 +441,10 @@ def _note_kept_gone(work: Work) -> None:
     state = work.state
     if not state.kept and not state.ending_kept:
         return
-    work.state = replace(state, kept=(), ending_kept=False)
+    is_cold = state.standby.state is StandbyState.COLD
+    work.state = replace(
+        state, kept=(), ending_kept=False, standby=state.standby if is_cold else NO_STANDBY
+    )
     if state.is_ending:
         conclude(work)
     else:
@@ -444,6 +454,8 @@ def _note_kept_gone(work: Work) -> None:
 def _park_due_ms(state: AgentState) -> int | None:
     """Return when the parked workers of a node without a place in a round must end."""
     if state.phase is not Phase.JOINING or not state.kept or state.ending_kept:
+        return None
+    if state.standby.state is StandbyState.READY:
         return None
     return state.idle_since_ms + state.job.park_timeout_ms
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from rdzv.bounds import Unsent
 from rdzv.core.model import (
+    NO_STANDBY,
     UNMOVED,
     Assignment,
     Failure,
@@ -17,6 +18,8 @@ from rdzv.core.model import (
     Settings,
     Snapshot,
     SnapshotMark,
+    Standby,
+    StandbyState,
 )
 from rdzv.core.snapshots import CopyCarrier, MissingCopies
 from rdzv.structs import struct
@@ -56,6 +59,8 @@ class JobTerms:
     """How long workers may take to park when a round ends; 0 means that no workers are kept."""
     park_timeout_ms: int = 600_000
     """How long workers stay parked while their node has no place in a round."""
+    standby: str = "cold"
+    """`hot` if a node without a place may start its workers in advance."""
 
 
 class Phase(StrEnum):
@@ -132,6 +137,10 @@ class AgentState:
     workers_gone: bool = True
     """Whether the runner has confirmed that no process still takes part in the round."""
     kept: tuple[KeptWorker, ...] = ()
+    standby: Standby = NO_STANDBY
+    """The workers that were started in advance. Once they are ready, these are the parked ones."""
+    standby_of: tuple[str, int] = ("", 0)
+    """`script` and `renewed` of the `Joined` for which they were started."""
     resuming: tuple[KeptWorker, ...] = ()
     """Kept workers that have not continued in this round yet: they may wait for others."""
     resume_due_ms: int = 0
@@ -186,4 +195,5 @@ class AgentState:
 
     @property
     def has_workers(self) -> bool:
-        return not self.workers_gone or bool(self.kept) or self.ending_kept
+        starts = self.standby.state is StandbyState.STARTING
+        return not self.workers_gone or bool(self.kept) or self.ending_kept or starts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rdzv.agent.core import commands
 from rdzv.agent.core.model import AgentState, Leaving, Outcome, Phase
 from rdzv.core.commands import Leave
-from rdzv.core.model import Ended, Result
+from rdzv.core.model import NO_STANDBY, Ended, Result, StandbyState
 from rdzv.structs import replace
 
 
@@ -120,8 +120,12 @@ def joins_anew(state: AgentState, ended: Ended) -> bool:
 
 def rejoin(state: AgentState) -> commands.SayJoin:
     fenced = state.fenced and not state.failures
-    kept = () if state.ending_kept else state.kept
-    return commands.SayJoin(state.run, state.left_round, state.evidence, fenced, state.moved, kept)
+    standby = NO_STANDBY if state.ending_kept else state.standby
+    is_standby = state.ending_kept or standby.state is StandbyState.READY
+    kept = () if is_standby else state.kept
+    return commands.SayJoin(
+        state.run, state.left_round, state.evidence, fenced, state.moved, kept, standby
+    )
 
 
 def _exit(work: commands.Work, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
 from rdzv.agent.handover import leaked_processes
+from rdzv.agent.runner.requests import STANDBY
 from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.error_files import describe_exit, signal_name
@@ -38,6 +39,8 @@ class RunnerEvents:
     def hear(self, event: events.RunnerEvent) -> asyncio.Future[None] | None:
         """Handle an event. Returns a future for its completion, unless it is handled at once."""
         job = self._job
+        if getattr(event, "round", None) == STANDBY:
+            return job.standby.hear(event)
         match event:
             case events.WorkerExited() if event.exit_code != 0:
                 return job.tasks.start(self._take_failure(event), f"exit in {job.rdzv_id}")

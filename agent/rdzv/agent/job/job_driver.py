@@ -14,12 +14,14 @@ from rdzv import messages
 from rdzv.agent.core import Decision, begin, commands, events
 from rdzv.agent.core.model import EXIT_FAILED, AgentState, Leaving, Phase
 from rdzv.agent.core.server_contact import server_due_ms
+from rdzv.agent.core.standbys import has_hot_standby
 from rdzv.agent.core.stopping import rejoin, said_leave
 from rdzv.agent.handover import handover_state, leaked_processes
 from rdzv.agent.job.decisions import Decisions, log_event
 from rdzv.agent.job.from_runner import RunnerEvents
 from rdzv.agent.job.round import LocalRound
 from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotReports, SnapshotsOnDisk
+from rdzv.agent.job.standby_workers import StandbyWorkers
 from rdzv.agent.job.worker_observers import WorkerObservers
 from rdzv.agent.job.worker_starts import LocalStarts
 from rdzv.agent.launch.launch import Launch, has_torch, reachable_host_name
@@ -38,7 +40,7 @@ from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
 from rdzv.core.evidence.stacks import WorkerStack
-from rdzv.core.model import LeaveCause, Offer
+from rdzv.core.model import LeaveCause, Offer, StandbyState
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.structs import replace
@@ -111,9 +113,12 @@ class JobDriver:
         progress, notice = self.observers.progress, self.observers.notice
         self.workers = LocalWorkerGroup(launch, progress.file, notice.path)
         who, watched = (self.rdzv_id, size), not launch.warm
-        self.starts = LocalStarts(*who, monotonic_ms, self.report, watched=watched)
+        self.starts = LocalStarts(
+            *who, monotonic_ms, self.report, lambda: self.workers.script, watched=watched
+        )
         self.event_log = EventLog(launch, monotonic_ms(), lambda n: self.round.outputs[n].error)
         self.fates = FateRecorder(self.event_log, size, monotonic_ms)
+        self.standby = StandbyWorkers(self)
         self._events = RunnerEvents(self, socket)
 
     # ------------------------------------------------------------------ life cycle
@@ -138,8 +143,10 @@ class JobDriver:
         if self.workers.zygote is not None:
             # The zygote is started now, so it can import while this node waits for the others.
             runner.ask(self.workers.zygote)
-            self._preparing = True
             self._zygote_begun = not self.workers.zygote.after_import
+            if self._zygote_begun:
+                self.standby.zygote_settled.clear()
+        self._preparing = self.workers.zygote is not None or has_hot_standby(self.launch.job)
         self._serve_server()
         self.post(events.Ticked())
         if self.decisions.state.phase is Phase.JOINING:
@@ -185,6 +192,8 @@ class JobDriver:
             self.runner.ask(requests.StopStoreHost(round_))
         if state.ending_kept:
             self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
+        elif state.standby.state is StandbyState.STARTING:
+            self.standby.resume()
         if assignment is None or state.workers_gone:
             return
         if state.phase is Phase.RUNNING and hello.last_round != assignment.round:
@@ -400,14 +409,16 @@ class JobDriver:
         """Start the zygote before the first round if those of other nodes serve the script."""
         if forks is None or self._zygote_begun or not self._preparing:
             return
-        if forks:
+        if forks and self.workers.zygote is not None:
             self._zygote_begun = True
+            self.standby.zygote_settled.clear()
             self.runner.ask(requests.BeginZygote())
         else:
             self.prepared()
 
     def prepared(self) -> None:
         """Tell the server that no zygote is importing any more, as a running round may wait."""
+        self.standby.zygote_settled.set()
         was, self._preparing = self._preparing, False
         state = self.decisions.state
         if was and state.phase is Phase.JOINING and state.left_round is None:
@@ -474,6 +485,8 @@ class JobDriver:
             case commands.StartWorkers():
                 self._last_round = LocalRound(self, command.assignment)
                 self._last_round.begin()
+            case commands.StartStandby():
+                self.standby.begin(command.script)
             case commands.StopWorkers():
                 self.round.stop_workers(command)
             case messages.SnapshotsHeld():
@@ -484,7 +497,10 @@ class JobDriver:
                 runner, assignment = self.runner, self.decisions.state.assignment
                 runner.ask(command)
                 self.disk.announced(runner, command.mark, command.whole_ms, assignment)
-            case messages.KeepCopies() | commands.EndKept() | commands.StopStoreHost():
+            case messages.KeepCopies() | commands.StopStoreHost():
+                self.runner.ask(command)
+            case commands.EndKept():
+                self.standby.cancel()
                 self.runner.ask(command)
             case commands.NotifyWorkers():
                 self.round.notify_workers(command)

@@ -24,7 +24,7 @@ from rdzv.agent.output.run_files import WorkerOutput
 from rdzv.agent.runner.requests import KeepSpec, WorkerSpec
 from rdzv.agent.runner_link.runner_link import RunnerHello
 from rdzv.agent.system.error_files import unread
-from rdzv.core.model import Assignment, KeptWorker, Moved
+from rdzv.core.model import Assignment, KeptWorker, Moved, StandbyState
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
 from rdzv.runtime.tasks import single_error
@@ -117,8 +117,9 @@ class LocalRound:
         terms, assignment = self._job.launch.job, self.assignment
         if not terms.keep_timeout_ms:
             return None
+        hot = self._job.decisions.state.standby.state is StandbyState.READY
         return KeepSpec(
-            assignment.kept,
+            tuple(range(terms.local_world_size)) if hot else assignment.kept,
             assignment.source,
             assignment.resume_step,
             assignment.charged_suspects,
@@ -131,6 +132,7 @@ class LocalRound:
         await job.ready.wait()
         if job.unready:
             raise InvalidRequestError(job.unready)
+        await job.standby.settled()
         await job.observers.snapshot_file.begin_round()
         address = job.offer.address
         self.outputs, workers = await job.workers.open_round(self.assignment, address)

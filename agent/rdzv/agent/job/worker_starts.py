@@ -18,7 +18,7 @@ from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
 
-_KEPT = "kept"
+_KEPT, _HOT = "kept", "hot"
 
 
 class LocalStarts:
@@ -30,10 +30,14 @@ class LocalStarts:
         local_world_size: int,
         now_ms: Callable[[], int],
         report: Callable[[WorkersStarted], None],
+        script: Callable[[], str] = str,
         *,
         watched: bool = False,
     ) -> None:
-        """`watched`: a zygote starts only once workers have shown that it serves the script."""
+        """`watched`: a zygote starts only once workers have shown that it serves the script.
+
+        `script` returns the digest of the workers' script.
+        """
         self._rdzv_id = rdzv_id
         self._local_world_size = local_world_size
         self._now_ms = now_ms
@@ -45,6 +49,7 @@ class LocalStarts:
         self._not_loaded = ""
         """The first reason why its workers have not loaded snapshots."""
         self._watched, self._forks = watched, False
+        self._script = script
         self._reported: WorkersStarted | None = None
         """The report on the current round, once it is complete."""
         self._is_first = True
@@ -83,9 +88,7 @@ class LocalStarts:
                 self._parked_ms = self._now_ms() - self._stopped_ms
             case events.ZygoteReady() | events.ZygoteLost():
                 self._forks = self._watched and isinstance(event, events.ZygoteReady)
-                if self._reported is not None:
-                    self._reported = replace(self._reported, forks=self._forks)
-                    self._report(self._reported)
+                self._tell_news()
             case events.KeptExited():
                 reasons = self._ended if self._round is None else self._why_new
                 reasons.setdefault(event.local_rank, "its worker was parked, and has ended")
@@ -99,13 +102,26 @@ class LocalStarts:
                 if event.not_loaded and not self._not_loaded:
                     self._not_loaded = event.not_loaded
                     log.warning("%s: round %d: %s", self._rdzv_id, event.round, event.not_loaded)
-                    if self._reported is not None:
-                        self._reported = replace(self._reported, not_loaded=self._not_loaded)
-                        self._report(self._reported)
+                elif len(self._resumed) < self._local_world_size:
+                    self._tell_if_complete()
+                    return
                 self._tell_if_complete()
+                self._tell_news()
 
     def say_again(self) -> None:
         if self._reported is not None:
+            self._report(self._reported)
+
+    def _tell_news(self) -> None:
+        """Report again what has changed since the report on the round, if there was one."""
+        if (said := self._reported) is None:
+            return
+        is_elastic = len(self._resumed) == self._local_world_size
+        script = self._script() if is_elastic else ""
+        self._reported = replace(
+            said, not_loaded=self._not_loaded, forks=self._forks, script=script
+        )
+        if self._reported != said:
             self._report(self._reported)
 
     def _tell_if_complete(self) -> None:
@@ -118,7 +134,8 @@ class LocalStarts:
         who = (assignment.rdzv_id, assignment.run, assignment.round)
         self._reported = WorkersStarted(*who, workers, self._not_loaded, self._forks)
         self._report(self._reported)
-        if not self._is_first:
+        self._tell_news()
+        if not self._is_first or _HOT in self._how.values():
             log.info("%s: round %d: %s", self._rdzv_id, assignment.round, self._described(kept))
 
     def _described(self, kept: set[int]) -> str:
@@ -139,7 +156,7 @@ class LocalStarts:
         return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
-        if self._how[rank] == _KEPT:
+        if self._how[rank] in (_KEPT, _HOT):
             return ""
         found = (self._why_new.get(rank), self._why_cold.get(rank))
         return "; ".join(why for why in found if why)

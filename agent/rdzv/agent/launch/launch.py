@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import stat
@@ -16,7 +17,13 @@ from rdzv.agent.core.environ import substitute_local_rank
 from rdzv.agent.core.model import JobTerms
 from rdzv.agent.launch.numa import NumaBinding
 from rdzv.agent.runner_link.agent_children import ask_spared
-from rdzv.agent.system.accounts import Account, Identity, acting_as, started_as
+from rdzv.agent.system.accounts import (
+    Account,
+    Identity,
+    acting_as,
+    open_untrusted,
+    started_as,
+)
 from rdzv.core.evidence.hang_culprit import HangTimeout
 from rdzv.errors import InvalidRequestError
 from rdzv.structs import struct
@@ -26,6 +33,9 @@ from rdzv.transport.endpoints import Endpoint
 PROBE_TIMEOUT_S = 10.0
 """How long the job's interpreter or the name service may take to respond."""
 
+
+MAX_SCRIPT_BYTES = 16 << 20
+"""How much of a script is compared with other nodes' scripts."""
 
 NO_FILES = Path(os.devnull)
 """The value of --log-dir that means no log files, as under torchrun."""
@@ -209,6 +219,24 @@ def check_chdir(chdir: Path, identity: Identity | None = None) -> None:
                 f"the account that jobs run as cannot enter the folder {folder} on this node; "
                 "grant it the permission, or give another folder"
             )
+
+
+def script_digest(launch: Launch) -> str:
+    """Return a digest of the script, or of the name if that is a module's or a program's on PATH.
+
+    Returns an empty string if the script cannot be read. May hang.
+    """
+    if launch.module or (launch.no_python and os.sep not in launch.script):
+        content = launch.script.encode("utf-8", "surrogateescape")
+    else:
+        try:
+            with acting_as(launch.identity):
+                path = os.path.realpath(_from(launch, launch.script))
+                with os.fdopen(open_untrusted(path, os.O_RDONLY), "rb") as file:
+                    content = file.read(MAX_SCRIPT_BYTES)
+        except OSError:
+            return ""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _is_program(launch: Launch, name: str) -> bool:

@@ -4,6 +4,7 @@
 
     LOG_DIR/RDZV_ID-RUN/NODE_ID/round_3/0/{stdout.log,stderr.log,error.json}
     LOG_DIR/RDZV_ID-RUN/NODE_ID/attempt_1 -> round_3       (the latest round of restart 1)
+    LOG_DIR/RDZV_ID-RUN/NODE_ID/standby/0/...              (until its first round)
 
 The agent never deletes these files. Without LOG_DIR, rdzvrun makes a temporary folder for them, and
 removes it if no worker has written a file. With LOG_DIR=/dev/null there are none. If a submitted
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from rdzv.agent.launch.launch import NO_FILES, Output
 from rdzv.agent.output.console_tee import OutputStream
+from rdzv.agent.runner.requests import STANDBY
 from rdzv.agent.system import temporary_folders
 from rdzv.agent.system.accounts import Identity, acting_as
 from rdzv.agent.system.folder_trees import remove_tree
@@ -166,10 +168,12 @@ class RunLogs:
         if run_dir is None:
             assert self._base is not None
             run_dir = self._base / f"{self._rdzv_id}-{assignment.run}" / self._node_id
-        round_dir = run_dir / f"round_{assignment.round}"
+        is_standby = assignment.round == STANDBY
+        round_dir = run_dir / ("standby" if is_standby else f"round_{assignment.round}")
         for local_rank in range(local_world_size):
             (round_dir / str(local_rank)).mkdir(parents=True, exist_ok=True)
-        _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
+        if not is_standby:
+            _point(run_dir / f"attempt_{assignment.restarts}", round_dir.name)
         return round_dir
 
     def _make_base(self) -> Path:

@@ -15,13 +15,13 @@ from functools import partial
 from .child_exits import exit_fields
 from .killing import STUCK_AFTER_S, HelpersTime
 from .processes import SWEEP_INTERVAL_S, signal_child
+from .requests import STANDBY
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from .child_exits import Child
-    from .requests import EndKept
     from .runner import Runner
     from .worker import Worker
 
@@ -90,9 +90,6 @@ class ParkedWorkers:
         if then is not None:
             worker.then.append(then)
 
-    def handle_end(self, request: EndKept) -> None:
-        self.end_all(request.grace_ms / 1000, request.charged)
-
     def end_all(self, grace_s: float, charged: Collection[int] = ()) -> None:
         """End all parked workers, and notify the agent when they are gone.
 
@@ -138,7 +135,8 @@ class ParkedWorkers:
             self.remove(worker)
             for follow in worker.then or ():
                 follow()
-        if self._says_gone and not self._workers:
+        held = self._runner.workers.round
+        if self._says_gone and not self._workers and (held is None or held.number != STANDBY):
             self._says_gone = False
             self._runner.agent.emit("kept_gone")
 

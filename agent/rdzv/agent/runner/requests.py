@@ -25,6 +25,9 @@ PROTOCOL_VERSION = 4
 An agent adopts only runners of its own version.
 """
 
+STANDBY = -1
+"""The number of a round whose workers have no rank yet: it ends once all of them have parked."""
+
 MAX_ZYGOTE_WAIT_S = 600.0
 MAX_SPARE_FORKS = 1024
 MAX_SLOT_BYTES = 1 << 50
@@ -57,6 +60,7 @@ class KeepSpec:
     """Which of the parked workers take part in a round, and how. The others are ended first."""
 
     kept: tuple[int, ...]
+    """Their local_ranks. If they come from the round `STANDBY`, they are hot, else kept."""
     source: int | None
     step: int | None
     charged: tuple[int, ...] = ()
@@ -92,7 +96,7 @@ class StopWorkers:
 
 @dataclass(frozen=True, slots=True)
 class EndKept:
-    """End all parked workers with SIGTERM, and with SIGKILL after the grace period.
+    """End all parked workers, and those of `STANDBY`, with SIGTERM, and after the grace by SIGKILL.
 
     The local_ranks in `charged` raise the exception they reported, instead of receiving SIGTERM.
     """

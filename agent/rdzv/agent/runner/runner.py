@@ -65,7 +65,7 @@ class Runner:
         handlers: dict[type, Callable[[Any], None]] = {
             requests.StartWorkers: self.workers.start,
             requests.StopWorkers: self.workers.stop,
-            requests.EndKept: self.workers.parked.handle_end,
+            requests.EndKept: self.workers.end_kept,
             requests.NotifyWorkers: self.workers.notify,
             requests.StartStoreHost: self.store_hosts.start,
             requests.StopStoreHost: self.store_hosts.stop,
@@ -167,7 +167,7 @@ class Runner:
             "version": PROTOCOL_VERSION,
             "pid": os.getpid(),
             "last_round": self.workers.last_round,
-            "workers": {} if held is None else held.pids,
+            "workers": {} if held is None or held.number == requests.STANDBY else held.pids,
             "store_hosts": self.store_hosts.rounds(),
         }
 

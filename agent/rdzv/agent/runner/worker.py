@@ -7,7 +7,8 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
     suspect  {round, message, traceback}             a collective has failed; it is about to park
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
-                                                     it has left its round and is waiting
+                                                     it has left its round and is waiting; or, in
+                                                     the round `STANDBY`, it waits for its first
     resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched,
             not_loaded}
                                                      it continues in a new round

@@ -9,6 +9,9 @@ have started may end by itself; and then SIGKILL for every descendant until none
 A stop with `keep_s` asks workers that can be kept (worker.py) to park instead. The round ends
 when each worker is gone or parked. Parked workers remain, with their descendants, and wait for the
 next round (parked_workers.py).
+
+The workers of the round `STANDBY` were started before their node has a seat, so they have no ranks.
+They park by themselves before their first round, and the round ends once all of them have.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from .child_exits import exit_fields
 from .frames import RequestError
 from .parked_workers import ParkedWorkers
 from .processes import signal_child
+from .requests import STANDBY
 from .spawn import reason_of
 from .warm_forks import WarmStart
 from .worker import LINK_VARIABLE, Worker
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from .child_exits import Child
-    from .requests import KeepSpec, NotifyWorkers, StartWorkers, StopWorkers, WorkerSpec
+    from .requests import EndKept, KeepSpec, NotifyWorkers, StartWorkers, StopWorkers, WorkerSpec
     from .runner import Runner
     from .warm_forks import Fork
 
@@ -39,10 +43,13 @@ if TYPE_CHECKING:
 class Round:
     """A round, from its start until all its workers are gone or parked."""
 
-    def __init__(self, runner: Runner, number: int, *, has_links: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, number: int, size: int = 0, *, has_links: bool = False
+    ) -> None:
         """Create a round with no workers yet. `has_links` gives them links, so they can be kept."""
         self._runner = runner
         self.number = number
+        self._size = size
         self.has_links = has_links
         self.pids: dict[int, int] = {}
         self.workers: dict[int, Worker] = {}
@@ -57,7 +64,7 @@ class Round:
         self.kill_at: float | None = None
         """When the stop's grace period ends; None if no stop was requested."""
         self.fenced = False
-        self.keeps = False
+        self.keeps = number == STANDBY
         """Whether parked workers remain when the round ends."""
 
     def forget(self, worker: Worker) -> bool:
@@ -80,7 +87,7 @@ class Round:
     def is_to_be_killed(self) -> bool:
         """Whether a stop was requested, and its grace is over or no worker still needs it."""
         if self.kill_at is None:
-            return False
+            return self.number == STANDBY and len(self.parked()) == self._size
         return time.monotonic() >= max((at for _, at in self._deadlines()), default=0.0)
 
     def _deadlines(self) -> list[tuple[Worker, float]]:
@@ -185,13 +192,16 @@ class Workers:
         if self.round is not None:
             number = self.round.number
             raise RequestError(f"round {request.round} cannot start: {number} is not gone")
-        keep = request.keep
-        self.round = started = Round(self._runner, request.round, has_links=keep is not None)
-        self.last_round = request.round
+        keep, size = request.keep, len(request.workers)
+        self.round = started = Round(self._runner, request.round, size, has_links=keep is not None)
+        if request.round != STANDBY:
+            self.last_round = request.round
         self._runner.fence.check()
         if started.fenced:
             return
-        self._runner.slots.begin_round(None if keep is None or keep.source is None else keep.step)
+        if request.round != STANDBY:
+            step = None if keep is None or keep.source is None else keep.step
+            self._runner.slots.begin_round(step)
         self._runner.forks.restarts.begin_round(len(request.workers))
         new = []
         for spec in request.workers:
@@ -212,9 +222,10 @@ class Workers:
     def _keep(self, started: Round, spec: WorkerSpec, keep: KeepSpec, worker: Worker) -> None:
         assert worker.child is not None
         self.parked.remove(worker)
+        how = "hot" if worker.of.number == STANDBY else "kept"
         worker.child.on_exit = partial(self.end_worker, worker)
         worker.go(started, spec, keep)
-        self.report_start(worker, "kept", worker.child)
+        self.report_start(worker, how, worker.child)
 
     def _replace(
         self, started: Round, spec: WorkerSpec, keep: KeepSpec | None, worker: Worker
@@ -284,7 +295,7 @@ class Workers:
     # ------------------------------------------------------------------ what becomes of them
 
     def report_start(self, worker: Worker, how: str, child: Child) -> None:
-        """Report that a worker is running; `how` is kept, warm or cold."""
+        """Report that a worker is running; `how` is kept, hot, warm or cold."""
         started, local_rank = worker.of, worker.local_rank
         started.pids[local_rank] = child.pid
         fields = {"how": how} if started.has_links else {}
@@ -332,7 +343,7 @@ class Workers:
         as a DataLoader's.
         """
         number, stopping = request.round, self.round
-        if stopping is None or number < stopping.number:
+        if stopping is None or number < stopping.number or number > stopping.number == STANDBY:
             self._emit_gone(number)
             return
         if number > stopping.number:
@@ -362,6 +373,12 @@ class Workers:
             told = stopping.workers.keys() - (stopping.parking() if keep else set())
         for pid in told:
             signal_child(pid, signum)
+
+    def end_kept(self, request: EndKept) -> None:
+        grace_s = request.grace_ms / 1000
+        self.parked.end_all(grace_s, request.charged)
+        if self.round is not None and self.round.number == STANDBY:
+            self.begin_stop(self.round, signal.SIGTERM, grace_s)
 
     def notify(self, request: NotifyWorkers) -> None:
         """Signal each worker once, as soon as it is running.
@@ -405,9 +422,13 @@ class Workers:
             self.parked.add(worker)
         self._runner.fence.check()
         self._emit_gone(ended.number)
+        if ended.number == STANDBY:
+            self.parked.do_due(time.monotonic())
 
     def _emit_gone(self, number: int) -> None:
-        kept = [worker.describe() for worker in self.parked.waiting()]
+        of_standby = number == STANDBY
+        waiting = (w for w in self.parked.waiting() if (w.of.number == STANDBY) is of_standby)
+        kept = [worker.describe() for worker in waiting]
         self._runner.agent.emit("gone", round=number, **({"kept": kept} if kept else {}))
 
     # ------------------------------------------------------------------ time

@@ -12,7 +12,7 @@ from rdzv.agent.core.model import AgentState, Phase
 from rdzv.agent.core.server_contact import snapshots_held
 from rdzv.agent.core.stopping import rejoin, said_leave
 from rdzv.core.commands import Fail
-from rdzv.core.model import Offer
+from rdzv.core.model import Offer, StandbyState
 from rdzv.core.root_cause import earliest_failures
 from rdzv.messages import (
     SAID,
@@ -62,7 +62,8 @@ def join(
         fenced_age_ms=now_ms - (state.stopping_since_ms or now_ms) if say.fenced else 0,
         secret=secret,
         # A node that has left a round is awaited by the others already.
-        preparing=preparing and say.left_round is None,
+        preparing=(preparing and say.left_round is None)
+        or say.standby.state is StandbyState.STARTING,
     )
     write(message.settings, state.job.settings)
     write(message.offer, offer)

@@ -10,7 +10,13 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from rdzv.agent.launch.launch import Launch
-from rdzv.agent.runner.requests import MAX_SPARE_FORKS, MAX_ZYGOTE_WAIT_S, WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import (
+    MAX_SPARE_FORKS,
+    MAX_ZYGOTE_WAIT_S,
+    STANDBY,
+    WorkerSpec,
+    ZygoteSpec,
+)
 from rdzv.agent.runner.zygote_process import zygote_environ
 from rdzv.agent.runner_link.agent_children import ask_spared
 from rdzv.agent.system.accounts import started_as
@@ -41,8 +47,8 @@ EACH_WORKERS_OWN = frozenset(
 )
 """Variables that differ between workers or rounds. `import torch` reads none of them."""
 
-ANY_ROUND = Assignment("", "", 0, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
-"""A placeholder for an environment in which a round's variables do not matter."""
+NO_ROUND = Assignment("", "", STANDBY, 0, 1, 0, 1, 0, 1, "", 0, True, 0, 0)
+"""A placeholder for an environment in which a round's variables do not matter, or of standbys."""
 
 _READ_LATE = ("NCCL_", "GLOO_")
 """Variables with these prefixes are read when a process group is created."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rdzv import structs
-from rdzv.agent.core.environ import worker_environ
+from rdzv.agent.core.environ import without_round, worker_environ
 from rdzv.agent.launch import numa
-from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable
+from rdzv.agent.launch.launch import NO_FILES, Launch, check_startable, script_digest
 from rdzv.agent.observers.collective_records import with_hook
 from rdzv.agent.output.console_tee import OutputStream, Tee, line_prefix
 from rdzv.agent.output.logs_specs import LogsSpecs
@@ -22,7 +22,7 @@ from rdzv.agent.output.run_files import (
     Written,
     usual_output,
 )
-from rdzv.agent.runner.requests import WorkerSpec, ZygoteSpec
+from rdzv.agent.runner.requests import STANDBY, WorkerSpec, ZygoteSpec
 from rdzv.agent.system.side_thread import ANSWER_WITHIN_S, Aside
 from rdzv.agent.workers import warm
 from rdzv.core.model import Assignment
@@ -73,6 +73,8 @@ class LocalWorkerGroup:
         self.written = Written(launch.identity)
         self.zygote: ZygoteSpec | None = None
         """The zygote from which the workers are forked, once known; None if they start cold."""
+        self.script = ""
+        """A digest of the script, as it was when workers were last started."""
         self._told_cold: dict[int, str] = {}
         self._interfaces: dict[str, str] = {}
         self._gpus: tuple[str, ...] = ()
@@ -101,7 +103,7 @@ class LocalWorkerGroup:
             log.warning("workers will start cold: %s", why)
             return
         size = self._launch.job.local_world_size
-        environ = self._environ(self._launch.environ, warm.ANY_ROUND, 0)
+        environ = self._environ(self._launch.environ, warm.NO_ROUND, 0)
         environ = self._traced(environ)
         self.zygote = warm.zygote_spec(self._launch, environ, [self._cpus(n) for n in range(size)])
 
@@ -138,6 +140,26 @@ class LocalWorkerGroup:
         workers = enumerate(output.workers)
         return output.workers, [self._worker(assignment, n, worker) for n, worker in workers]
 
+    async def open_standby(
+        self, run: str, script: str
+    ) -> tuple[tuple[WorkerOutput, ...], list[WorkerSpec]]:
+        """Like `open_round`, for workers without a round; their output is not teed.
+
+        Raises `InvalidRequestError` if the script is another, and what `open_round` raises.
+        """
+        if self._logs_specs is not None:
+            raise InvalidRequestError("--logs-specs makes files for workers with ranks only")
+        no_round = structs.replace(warm.NO_ROUND, run=run)
+        folder = await self._files.answer(self._make_files, no_round)
+        if self.script != script:
+            raise InvalidRequestError(
+                f"the job runs another version of {self._launch.script}, by its digest: {script} "
+                f"there, and {self.script} here; make them the same"
+            )
+        size = self._launch.job.local_world_size
+        output = usual_output(folder, self._launch.output, size).workers
+        return output, [self._worker(no_round, n, one) for n, one in enumerate(output)]
+
     def _make_files(self, assignment: Assignment) -> Path:
         """Create a round's folder, unless --logs-specs does. May hang, so it runs in a thread.
 
@@ -146,6 +168,7 @@ class LocalWorkerGroup:
             OSError: the files cannot be created.
         """
         check_startable(self._launch)
+        self.script = script_digest(self._launch)
         if self._logs_specs is not None:
             return NO_FILES
         try:
@@ -183,11 +206,14 @@ class LocalWorkerGroup:
             await self._files.answer(self._logs.close)
 
     def _worker(self, assignment: Assignment, local_rank: int, output: WorkerOutput) -> WorkerSpec:
-        self._follow(assignment, local_rank, output)
+        if assignment.round != STANDBY:
+            self._follow(assignment, local_rank, output)
         if self._logs_specs is not None:
             environ = {**self._launch.environ, **output.environ}
         else:
             environ = self._environ(self._launch.environ, assignment, local_rank, output.error)
+        if assignment.round == STANDBY:
+            environ = without_round(environ)
         return self._warmed(
             WorkerSpec(
                 local_rank=local_rank,

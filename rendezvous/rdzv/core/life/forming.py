@@ -71,9 +71,9 @@ def complete_round(work: Draft) -> bool:
         return False
     state, membership = work.state, work.membership
     ready = {n: w for n, w in state.waiting.items() if n not in state.away}
-    prior = membership.round.participants if membership.round else ()
-    seated = assign_seats(prior, ready, membership.max_nodes)
-    first = seated[0].offer
+    last = membership.round
+    seated = assign_seats(last.participants if last else (), ready, membership.max_nodes)
+    first, renews = seated[0].offer, last is not None and last.end is not None and not last.end.keep
     round_ = Round(
         number=membership.next_round,
         participants=seated,
@@ -82,8 +82,9 @@ def complete_round(work: Draft) -> bool:
         use_agent_store=first.can_host_store and membership.store_failures < MAX_STORE_FAILURES,
         restarts=len(membership.restarts),
         at_ms=work.now_ms,
+        renewed=membership.next_round if renews else last.renewed if last else 0,
     )
-    round_, not_kept = keep(membership.round, round_, ready)
+    round_, not_kept = keep(last, round_, ready)
     round_, not_loaded = base(membership, round_, (ready[p.node_id] for p in seated))
     work.store(replace(membership, round=round_, next_round=round_.number + 1))
     seats = {p.node_id: Seat(p.incarnation, work.now_ms) for p in seated}

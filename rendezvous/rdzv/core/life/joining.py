@@ -131,6 +131,7 @@ def _wait(work: Draft, command: Join, since_ms: int) -> None:
         kept=() if command.fenced else command.kept,
         snapshots=command.snapshots if command.run == work.membership.run else (),
         preparing=command.preparing,
+        standby=command.standby,
     )
     if known is not None and _number(command.left_round) < _number(known.left_round):
         # This is a late duplicate; the node has since offered its parked workers.

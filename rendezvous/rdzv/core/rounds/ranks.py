@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from rdzv.core.model import Participant, Round, WaitingNode
+from rdzv.core.model import Participant, Round, StandbyState, WaitingNode
 from rdzv.structs import struct
 
 
@@ -20,10 +20,10 @@ def assign_seats(
     """Seat at most `max_nodes` candidates, in GROUP_RANK order, and assign their ranks.
 
     Survivors of the previous round keep their GROUP_RANK. Each lost seat, in GROUP_RANK order, goes
-    to the best spare: one with the same local world size, then the same topology label, then the
-    longest wait, then the lowest node id. Unfilled seats are closed up, and any remaining room goes
-    to the nodes that have waited longest. If there are more survivors than seats, those with the
-    highest GROUP_RANKs lose theirs.
+    to the best spare: one with the same local world size, then the same topology label, then one
+    whose standby is ready, then the longest wait, then the lowest node id. Unfilled seats are
+    closed up, and any remaining room goes to the nodes that have waited longest. If there are more
+    survivors than seats, those with the highest GROUP_RANKs lose theirs.
 
     Without a previous round, nodes are ordered by topology label, then by node id. The result
     depends on nothing else, so two servers given the same round agree.
@@ -57,11 +57,12 @@ def assign_seats(
 
 
 def _best_spare(spares: Mapping[str, WaitingNode], lost: Participant) -> str:
-    def badness(node_id: str) -> tuple[bool, bool, int, str]:
+    def badness(node_id: str) -> tuple[bool, bool, bool, int, str]:
         spare = spares[node_id]
         return (
             spare.offer.local_world_size != lost.offer.local_world_size,
             spare.offer.topology != lost.offer.topology,
+            spare.standby.state is not StandbyState.READY,
             spare.since_ms,
             node_id,
         )

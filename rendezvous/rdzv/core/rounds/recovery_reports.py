@@ -71,6 +71,7 @@ def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) ->
         snapshot_loads=told.snapshot_loads,
         origin=told.origin,
         lineage=told.lineage,
+        renewed=told.renewed,
     )
 
 
@@ -98,6 +99,7 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
         snapshot_loads=max(round_.snapshot_loads, told.snapshot_loads),
         origin=max(round_.origin, told.origin),
         lineage=max(round_.lineage, told.lineage),
+        renewed=max(round_.renewed, told.renewed),
     )
     return replace(round_, participants=participants)
 

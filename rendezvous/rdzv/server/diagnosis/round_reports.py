@@ -58,11 +58,12 @@ WorkerReport = messages.Progress | messages.WorkersStarted | messages.Arrivals
 
 @struct(frozen=True)
 class Starts:
-    """The number of workers that were kept, started warm, and started cold."""
+    """The number of workers that were kept, hot, started warm, and started cold."""
 
     kept: int
     warm: int
     cold: int
+    hot: int = 0
 
 
 @dataclass(slots=True)
@@ -130,6 +131,10 @@ class LiveRound:
     not_loaded: set[str] = field(default_factory=set)
     """The nodes, or the first few of them, that have not loaded some snapshots."""
     forks: set[str] = field(default_factory=set)
+    scripts: dict[str, str] = field(default_factory=dict)
+    """The script of each node whose workers have entered its function under @elastic."""
+    script: str = ""
+    """The one script of all nodes, once all have said so."""
     looked_ms: int | None = None
     pace: Pace = field(default_factory=Pace)
     board: ArrivalBoard = field(default_factory=ArrivalBoard)
@@ -225,6 +230,11 @@ class RoundReports:
             return None
         return known is not None and all(p.node_id in known.forks for p in round_.participants)
 
+    def script(self, state: State) -> str:
+        """Return the script whose workers have shown, on all nodes, that they can be standbys."""
+        known = self.find(state)
+        return known.script if known is not None else ""
+
     def stragglers(self, state: State) -> tuple[Straggler, ...]:
         if (known := self.find(state)) is None:
             return ()
@@ -282,6 +292,11 @@ class RoundReports:
             missing = events.SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
             self._tell(said.rdzv_id, (missing,))
         (known.forks.add if said.forks else known.forks.discard)(node_id)
+        if said.script and node_id not in known.scripts:
+            known.scripts[node_id] = said.script
+            is_one = {*known.scripts.values()} == {said.script}
+            if is_one and len(known.scripts) == len(round_.participants):
+                known.script = said.script
         if node_id in known.started:
             return False
         known.started[node_id] = said.workers
@@ -393,8 +408,7 @@ def _samples(round_: Round, progress: Sequence[RankProgress]) -> list[Sample]:
 
 def _counted(workers: Iterable[messages.StartedWorker]) -> Starts:
     how = Counter(worker.how for worker in workers)
-    kinds = (events.WorkerStart.KEPT, events.WorkerStart.WARM, events.WorkerStart.COLD)
-    return Starts(*(how[one] for one in kinds))
+    return Starts(**{one: how[one] for one in events.WorkerStart})
 
 
 def _all_started(known: LiveRound) -> events.WorkersStarted:
@@ -406,4 +420,4 @@ def _all_started(known: LiveRound) -> events.WorkersStarted:
         if worker.why and worker.how != events.WorkerStart.KEPT
     ]
     number = known.round.number
-    return events.WorkersStarted(number, found.kept, found.warm, found.cold, tuple(new[:LISTED]))
+    return convert(events.WorkersStarted, found, round=number, new=tuple(new[:LISTED]))

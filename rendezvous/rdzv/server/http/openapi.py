@@ -159,6 +159,8 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 def _values() -> dict[str, Schema]:
     _, schemas = msgspec.json.schema_components(_ANSWERS.values(), ref_template=_REF)
     for name, schema in schemas.items():
+        if "enum" in schema:
+            continue
         properties = {key: _plain(one) for key, one in schema["properties"].items()}
         if name in _STATES:
             properties["state"]["enum"] = [*_STATES[name]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rdzv import errors
 from rdzv.core.commands import Command, Submit
+from rdzv.core.events import WorkerStart
 from rdzv.core.evidence.progress_lag import RankProgress, lags
 from rdzv.core.evidence.stacks import CollectedStacks
 from rdzv.core.evidence.stragglers import Straggler
@@ -231,7 +232,7 @@ def with_workers(
     snapshots: SnapshotsKnown = NO_SNAPSHOTS,
 ) -> JobStatus:
     starts = starts or {}
-    started = sum(one.kept + one.warm + one.cold for one in starts.values())
+    started = sum(one.kept + one.hot + one.warm + one.cold for one in starts.values())
     known = list(starts.values()) if started == (status.world_size or 0) else []
     return replace(
         status,
@@ -242,6 +243,7 @@ def with_workers(
         stragglers=stragglers,
         warm=sum(one.warm for one in known) if known else None,
         cold=sum(one.cold for one in known) if known else None,
+        hot=sum(one.hot for one in known) if known else None,
         snapshot=_whole_snapshot(snapshots, progress, now_ms),
     )
 
@@ -250,7 +252,7 @@ def _node_with_workers(
     node: answers.NodeStatus, starts: Mapping[str, Starts], snapshots: SnapshotsKnown
 ) -> answers.NodeStatus:
     if (started := starts.get(node.node_id)) is not None:
-        node = replace(node, kept=started.kept, warm=started.warm, cold=started.cold)
+        node = replace(node, **{how: getattr(started, how) for how in WorkerStart})
     if (held := snapshots.held.get(node.node_id)) is not None:
         node = replace(node, snapshots=held.snapshots, snapshot_bytes=held.bytes)
     return node

@@ -330,8 +330,14 @@ class Reports:
                     return
                 if isinstance(said, messages.SnapshotsHeld):
                     driver.snapshots.note(state, node_id, said, driver.clock.now_ms())
-                elif not driver.rounds.note(state, node_id, said):
-                    return
+                else:
+                    known = driver.rounds.script(state)
+                    changed = driver.rounds.note(state, node_id, said)
+                    if driver.rounds.script(state) != known:
+                        for waiting in state.waiting:
+                            driver.streams.send_joined(state, waiting)
+                    if not changed:
+                        return
                 self._driver.watchers.job_progressed(said.rdzv_id)
 
     def _state_for(

@@ -224,15 +224,27 @@ class Streams:
                 stream.send(message)
 
     def _announce_join(self, before: State, after: State, command: Join, now_ms: int) -> None:
-        membership, node_id = after.membership, command.node_id
-        run = (membership.rdzv_id, membership.run, membership.run_number)
-        self.send(node_id, messages.Joined(*run, self._driver.rounds.forks(after)))
+        node_id = command.node_id
+        self.send_joined(after, node_id)
         if node_id in after.waiting:
             self.send(node_id, announcements.waiting(after, node_id, now_ms))
         stream = self._open.get(node_id)
         missed = announcements.missed_assignment(before, command, now_ms)
         if stream is not None and stream.incarnation == command.incarnation and missed is not None:
             stream.send(missed, again=True)
+
+    def send_joined(self, state: State, node_id: str) -> None:
+        membership, rounds = state.membership, self._driver.rounds
+        round_ = membership.live_round
+        joined = messages.Joined(
+            membership.rdzv_id,
+            membership.run,
+            membership.run_number,
+            rounds.forks(state),
+            rounds.script(state),
+            0 if round_ is None else round_.renewed,
+        )
+        self.send(node_id, joined)
 
     # ---------------------------------------------------------------- closing
 

@@ -92,7 +92,7 @@ COUNTED = (
     ),
     Counted(
         "rdzv_workers_started_total",
-        "Workers of rounds that all nodes have started, by how: kept, warm or cold.",
+        "Workers of rounds that all nodes have started, by how: kept, hot, warm or cold.",
         ("kind",),
         each(WorkerStart),
     ),

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import SETTLED
-from rdzv.core.model import Offer, Participant, WaitingNode
+from rdzv.core.model import Offer, Participant, Standby, StandbyState, WaitingNode
 from rdzv.core.rounds.ranks import assign_seats
+from rdzv.structs import replace
 
 
 def node(
@@ -66,6 +67,19 @@ def test_a_lost_seat_goes_to_the_same_size_then_topology_then_longest_waiting_th
     for best in ("a", "b", "0-later", "other-rack", "other-size"):
         assert seats(prior, {**left, **candidates}, 2) == ["n1", best]
         del candidates[best]
+
+
+def test_among_equals_a_lost_seat_goes_to_a_spare_whose_standby_is_ready() -> None:
+    hot = replace(node(8, "r2", since_ms=9), standby=Standby(StandbyState.READY))
+    cold = replace(node(8, "r2"), standby=Standby(StandbyState.STARTING))
+    prior = {"n1": node(8, "r1"), "n2": node(8, "r2")}
+    now = {
+        "n1": node(8, "r1"),
+        "cold": cold,
+        "hot": hot,
+        "far": replace(hot, offer=prior["n1"].offer),
+    }
+    assert seats(prior, now, 2) == ["n1", "hot"]
 
 
 def test_the_lost_seats_choose_in_group_rank_order() -> None:

@@ -1,0 +1,193 @@
+"""The workers that this node starts before it has a seat, until they are parked, or why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rdzv.agent.core import events
+from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
+from rdzv.agent.output.run_files import WorkerOutput
+from rdzv.agent.runner.requests import STANDBY, KeepSpec, StopWorkers
+from rdzv.agent.system.error_files import describe_exit
+from rdzv.agent.system.side_thread import in_time
+from rdzv.core.model import KeptWorker, Standby, StandbyState
+from rdzv.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from rdzv.agent.job.job_driver import JobDriver
+
+log = logging.getLogger("rdzv.agent")
+
+START_WITHIN_S = 600.0
+"""How long standbys may take to reach their function under @elastic."""
+SEATED_WITHIN_S = 60.0
+"""How long a round waits for standbys that are starting; then new workers take their place."""
+CPUS_AFTER_S = 10.0
+"""The time over which the CPUs that they use while they wait are measured."""
+MEASURED_WITHIN_S = 5.0
+
+
+class StandbyWorkers:
+    """The standbys of one job on this node. `StandbySettled` says what has become of them."""
+
+    def __init__(self, job: JobDriver) -> None:
+        self._job = job
+        self._task: asyncio.Task[None] | None = None
+        self._asked = False
+        """Whether the runner was asked to start them."""
+        self._over = asyncio.Event()
+        self._kept: tuple[KeptWorker, ...] = ()
+        self._outputs: tuple[WorkerOutput, ...] = ()
+        self._why: str | None = None
+        """Why they are being ended, if they are."""
+        self._memory_kills = count_memory_kills()
+        self.zygote_settled = asyncio.Event()
+        """Set unless a zygote is importing, of which standbys can be forked soon."""
+        self.zygote_settled.set()
+
+    def begin(self, script: str) -> None:
+        """Start them, unless this node has another script."""
+        self._asked = False
+        self._begin(self._run(script))
+
+    def resume(self) -> None:
+        """Take over those that a previous agent has started if they are parked, or end them."""
+        self._asked = True
+        self._begin(self._await_parked())
+        self._stop("")
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        self._over, self._kept, self._outputs, self._why = asyncio.Event(), (), (), None
+        self._task = self._job.tasks.start(work, f"standbys of {self._job.rdzv_id}")
+
+    def cancel(self) -> None:
+        """Do not start any that the runner was not asked for yet."""
+        if self._task is not None and not self._asked:
+            self._task.cancel()
+
+    async def settled(self) -> None:
+        """Wait until none is starting. In a round, those that take too long are ended."""
+        if self._task is None or self._task.done():
+            return
+        starts = self._job.decisions.state.standby.state is StandbyState.STARTING
+        await asyncio.wait([self._task], timeout=SEATED_WITHIN_S if starts else 0.0)
+        if not self._task.done():
+            self.cancel()
+            if self._asked:
+                self._stop("its node got a seat before they were ready")
+            await asyncio.wait([self._task])
+        if self._task.cancelled():
+            self._settle(Standby())
+
+    # ------------------------------------------------------------------ the task
+
+    async def _run(self, script: str) -> None:
+        job = self._job
+        try:
+            await job.ready.wait()
+            await self.zygote_settled.wait()
+            if job.unready:
+                raise InvalidRequestError(job.unready)
+            run = job.decisions.state.run
+            self._outputs, workers = await job.workers.open_standby(run, script)
+        except (InvalidRequestError, OSError) as error:
+            self._note_cold(str(error))
+            return
+        self._asked, self._memory_kills = True, count_memory_kills()
+        began_s = time.monotonic()
+        job.runner.start_workers(STANDBY, workers, KeepSpec((), None, None))
+        await self._await_parked(began_s)
+
+    async def _await_parked(self, began_s: float | None = None) -> None:
+        try:
+            async with asyncio.timeout(START_WITHIN_S):
+                await self._over.wait()
+        except TimeoutError:
+            text = "they have not reached a function under @elastic within"
+            self._stop(f"{text} {START_WITHIN_S:g} s")
+            await self._over.wait()
+        if not self._kept:
+            self._note_cold(self._why or "")
+            return
+        self._settle(Standby(StandbyState.READY))
+        took = "" if began_s is None else f" after {time.monotonic() - began_s:.1f} s"
+        log.info("%s: standby: ready%s", self._job.rdzv_id, took)
+        self._job.tasks.start(self._measure(self._kept), f"standbys of {self._job.rdzv_id}")
+
+    async def _measure(self, kept: tuple[KeptWorker, ...]) -> None:
+        """Find out what the standbys cost while they wait."""
+        pids, began_s = [one.pid for one in kept], time.monotonic()
+        try:
+            _, before_s = await in_time(MEASURED_WITHIN_S, used_by, pids)
+            await asyncio.sleep(CPUS_AFTER_S)
+            memory, used_s = await in_time(MEASURED_WITHIN_S, used_by, pids)
+        except (OSError, ValueError):
+            return  # One has ended, or the kernel does not tell.
+        cpus = round((used_s - before_s) / (time.monotonic() - began_s), 3)
+        gpu_bytes = sum(one.gpu_bytes for one in kept)
+        if self._kept is kept:
+            self._settle(Standby(StandbyState.READY, "", memory, gpu_bytes, cpus))
+
+    def _note_cold(self, why: str) -> None:
+        if why:
+            log.warning("%s: this node has no standby: %s", self._job.rdzv_id, why)
+        self._settle(Standby(why=why))
+
+    def _settle(self, standby: Standby) -> None:
+        self._job.post(events.StandbySettled(standby, self._kept))
+
+    def _stop(self, why: str) -> None:
+        if self._why is None:
+            self._why = why
+            grace_ms = self._job.launch.job.failure_stop_timeout_ms
+            self._job.runner.ask(StopWorkers(STANDBY, grace_ms))
+
+    # ------------------------------------------------------------------ the runner's events
+
+    def hear(self, event: events.RunnerEvent) -> asyncio.Future[None] | None:
+        """Handle an event of the round `STANDBY`."""
+        match event:
+            case events.StartFailed():
+                self._stop(event.reason)
+            case events.WorkerExited() if self._why is None:
+                return self._job.tasks.start(self._end_by(event), "a standby's exit")
+            case events.WorkersGone():
+                self._kept = event.kept
+                self._over.set()
+        return None
+
+    async def _end_by(self, event: events.WorkerExited) -> None:
+        launch, text = self._job.launch, "its script ended without a function under @elastic"
+        if event.exit_code != 0:
+            text = describe_exit(event.exit_code, event.signal)
+            if self._outputs:
+                output = self._outputs[event.local_rank]
+                kills = self._memory_kills
+                files = (output.error, output.stderr, launch.chdir, launch.identity)
+                worker = ExitedWorker(event.pid, event.signal, *files, kills)
+                try:
+                    error = await self._job.error_files.answer(explain_exit, worker)
+                    text = f"{text}: {error.message}"
+                except Exception as failure:
+                    log.debug("%s: %r", self._job.rdzv_id, failure)
+        self._stop(f"before it has parked, local_rank {event.local_rank} ended: {text}")
+
+
+def used_by(pids: Iterable[int]) -> tuple[int, float]:
+    """Return the memory of processes, in bytes, and the CPU seconds that they have used.
+
+    Pages that processes share count once in all. Raises `OSError` or `ValueError`.
+    """
+    memory, ticks = 0, 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        memory += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) << 10
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return memory, ticks / os.sysconf("SC_CLK_TCK")

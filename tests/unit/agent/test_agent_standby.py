@@ -1,0 +1,167 @@
+"""Standbys: when a node without a seat starts its workers in advance, and what becomes of them.
+
+The stories drive the pure core as those of `test_agent_parking` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rdzv.agent.core import events
+from rdzv.agent.core.commands import EndKept, Exit, SayJoin, StartStandby, StartWorkers
+from rdzv.agent.core.environ import without_round
+from rdzv.agent.core.model import JobTerms, Phase
+from rdzv.core.model import NO_STANDBY, KeptWorker, Standby, StandbyState
+from rdzv.messages import Joined
+from rdzv.structs import replace
+from tests.unit.agent.test_agent_machine import (
+    CONNECTED,
+    JOB,
+    RUNNER_LOST,
+    Node,
+    closed,
+    line,
+    signalled,
+)
+
+HOT = replace(JOB, keep_timeout_ms=10_000, park_timeout_ms=60_000, standby="hot")
+PARKED = (KeptWorker(0, pid=200), KeptWorker(1, pid=201))
+READY = Standby(StandbyState.READY, memory_bytes=1 << 28)
+STARTING = Standby(StandbyState.STARTING)
+
+
+def joined(script: str = "abc", renewed: int = 0) -> Joined:
+    return Joined("job-7", "r1", 1, None, script, renewed)
+
+
+def waiting(job: JobTerms = HOT) -> Node:
+    node = Node(job)
+    node.hear(CONNECTED, joined(""))
+    return node
+
+
+def starting() -> Node:
+    node = waiting()
+    node.hear(joined())
+    return node
+
+
+def ready() -> Node:
+    node = starting()
+    node.hear(events.StandbySettled(READY, PARKED))
+    return node
+
+
+def test_they_start_once_the_script_has_shown_that_it_can_have_some() -> None:
+    node = waiting()
+    assert node.hear(joined("")) == []
+    start, say = node.hear(joined())
+    assert start == StartStandby("abc")
+    assert isinstance(say, SayJoin)
+    assert say.standby == STARTING
+    assert node.hear(joined()) == []  # Told again, as with each join.
+    (say,) = node.hear(events.StandbySettled(READY, PARKED))
+    assert isinstance(say, SayJoin)
+    assert (say.standby, say.kept) == (READY, ())
+    assert node.hear(joined()) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (replace(HOT, standby="cold"), "--standby=cold"),
+        (replace(HOT, keep_timeout_ms=0), "--keep-timeout=0"),
+    ],
+)
+def test_a_node_that_may_have_none_says_so_once(job: JobTerms, why: str) -> None:
+    node = waiting(job)
+    (say,) = node.hear(joined())
+    assert isinstance(say, SayJoin)
+    assert say.standby == Standby(why=why)
+    assert node.hear(joined()) == []
+
+
+def test_those_that_cannot_start_are_tried_again_with_another_script_only() -> None:
+    node = starting()
+    (say,) = node.hear(events.StandbySettled(Standby(why="no")))
+    assert isinstance(say, SayJoin)
+    assert say.standby == Standby(why="no")
+    assert node.hear(joined()) == []
+    assert node.hear(joined("def"))[0] == StartStandby("def")
+
+
+def test_a_seat_takes_them_and_the_next_wait_starts_new_ones() -> None:
+    node = ready()
+    (start,) = node.hear(line())
+    assert isinstance(start, StartWorkers)
+    assert node.state.standby == READY
+    assert node.state.kept == ()
+    node.hear(events.WorkersGone(0))
+    assert node.state.standby == NO_STANDBY
+    assert node.hear(line(0)) == []
+
+
+def test_a_seat_that_comes_too_early_waits_for_them() -> None:
+    node = starting()
+    node.hear(line())
+    assert node.hear(events.StandbySettled(READY, PARKED)) == []
+    assert (node.state.standby, node.state.kept) == (READY, ())
+
+
+@pytest.mark.parametrize("news", [joined("def"), joined(renewed=3)], ids=["script", "restart"])
+def test_outdated_ones_end_and_new_ones_start(news: Joined) -> None:
+    node = ready()
+    assert node.hear(news) == [EndKept(HOT.failure_stop_timeout_ms)]
+    for pid in (200, 201):
+        assert node.hear(events.KeptExited(pid - 200, pid, None, 15)) == []
+    (say,) = node.hear(events.KeptGone())
+    assert isinstance(say, SayJoin)
+    assert say.standby == NO_STANDBY
+    assert node.hear(news)[0] == StartStandby(news.script)
+
+
+def test_a_round_of_new_processes_takes_none_that_were_started_before() -> None:
+    node = ready()
+    node.hear(line(4, renewed=4))
+    assert node.state.standby == NO_STANDBY
+
+
+def test_they_do_not_end_after_the_park_timeout() -> None:
+    node = ready()
+    assert node.wait(10 * HOT.park_timeout_ms) == []
+    assert node.state.kept == PARKED
+
+
+def test_one_that_ends_ends_the_others() -> None:
+    node = ready()
+    end = node.hear(events.KeptExited(1, 201, None, 9))
+    assert end == [EndKept(HOT.failure_stop_timeout_ms)]
+    node.hear(events.KeptExited(0, 200, None, 15))
+    (say,) = node.hear(events.KeptGone())
+    assert isinstance(say, SayJoin)
+    assert say.standby == Standby(why="local_rank 1 had parked, and ended with signal 9")
+
+
+@pytest.mark.parametrize("begin", [starting, ready])
+@pytest.mark.parametrize("end", [signalled(), closed()], ids=["signal", "closed"])
+def test_a_node_leaves_once_they_have_ended(begin: Callable[[], Node], end: events.Event) -> None:
+    node = begin()
+    assert any(isinstance(one, EndKept) for one in node.hear(end))
+    assert node.state.phase is not Phase.ENDED
+    node.hear(events.StandbySettled(NO_STANDBY))
+    assert isinstance(node.hear(events.KeptGone())[-1], Exit)
+
+
+def test_without_a_runner_there_are_none() -> None:
+    node = ready()
+    node.hear(RUNNER_LOST)
+    assert (node.state.standby, node.state.kept) == (NO_STANDBY, ())
+
+
+def test_what_a_round_decides_is_a_word_and_all_else_stays() -> None:
+    environ = {"RANK": "3", "MASTER_PORT": "29500", "LOCAL_RANK": "1", "PATH": "/bin"}
+    found = without_round(environ)
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("standby",) * 3
+    assert (found["LOCAL_RANK"], found["PATH"]) == ("1", "/bin")
