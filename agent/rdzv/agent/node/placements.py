@@ -101,7 +101,7 @@ class Placements:
         """While one of `health`'s checks fails, no job is accepted."""
         self._accounts = accounts or Accounts()
         self._link = link
-        self._resources = resources
+        self.resources = resources
         self._around = around
         self._folders = folders
         self._runners = runners
@@ -118,10 +118,6 @@ class Placements:
         """Why this node is about to leave all its jobs; empty if it is not."""
 
     # ------------------------------------------------------------------ for the link
-
-    @property
-    def resources(self) -> NodeResources:
-        return self._resources
 
     def holdings(self) -> tuple[Holding, ...]:
         """Return the jobs that may still have processes on this node, without duplicates."""
@@ -149,7 +145,7 @@ class Placements:
             return
         if any(held.placed.key == placed.key and not held.given_back for held in self._held):
             return
-        held = _Held(placed, gpus_needed(placed.spec, self._resources))
+        held = _Held(placed, gpus_needed(placed.spec, self.resources))
         log.info("%s: placed here (run %s)", placed.rdzv_id, placed.run)
         before = [other for other in self._held if other.name == held.name]
         self._hold(held, lambda: self._take_part(held), before)
@@ -219,7 +215,7 @@ class Placements:
         identity = None if kept.account is None else kept.account.identity
         folder, why_not = self._folders.folder(placed.rdzv_id, placed.run), ""
         # The job keeps GPUs that the configuration no longer names.
-        gpus = kept.granted if kept.granted or self._resources.gpus else None
+        gpus = kept.granted if kept.granted or self.resources.gpus else None
         share = submitted_launch.Share(gpus, folder.path, kept.account)
         around = replace(self._around, environ=kept.environ)
         try:
@@ -252,7 +248,7 @@ class Placements:
 
     def change(self, resources: NodeResources, environ: Mapping[str, str]) -> None:
         """GPUs do not change, and jobs beyond the new capacity continue."""
-        self._resources = resources
+        self.resources = resources
         self._around = replace(self._around, environ=environ)
         self.ledger.capacity = resources.capacity
         self.ledger.grant()
@@ -355,7 +351,7 @@ class Placements:
             ) from error
         try:
             share = submitted_launch.Share(
-                gpus if self._resources.gpus else None, folder.path, account
+                gpus if self.resources.gpus else None, folder.path, account
             )
             launch = await submitted_launch.make_launch(placed, self._around, share)
             await _answered(held.name, "its script, program or logs", check_startable, launch)

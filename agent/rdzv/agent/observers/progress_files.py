@@ -158,7 +158,7 @@ class ProgressFiles:
         self._now_ms = now_ms
         self._identity = identity
         self._below = below
-        self._folder: Path | None = None
+        self.folder: Path | None = None
         self._lock: int | None = None
         self._assignment: Assignment | None = None
         self._files: tuple[_File, ...] = ()
@@ -168,11 +168,11 @@ class ProgressFiles:
         """Create and watch the files of a round's workers; on failure, they have no files."""
         self.close_round()
         try:
-            if self._folder is None:
-                self._folder, self._lock = temporary_folders.make(PROGRESS, self._below)
+            if self.folder is None:
+                self.folder, self._lock = temporary_folders.make(PROGRESS, self._below)
                 if self._identity is not None:
-                    os.chown(self._folder, self._identity.uid, self._identity.gid)
-            paths = self._paths(self._folder, local_world_size)
+                    os.chown(self.folder, self._identity.uid, self._identity.gid)
+            paths = self._paths(self.folder, local_world_size)
             with acting_as(self._identity):
                 for local_rank, path in enumerate(paths):
                     if local_rank not in assignment.kept or not path.exists():
@@ -185,13 +185,9 @@ class ProgressFiles:
         self._follow(assignment, paths)
 
     def resume(self, folder: Path | None, assignment: Assignment | None, size: int) -> None:
-        self._folder = folder
+        self.folder = folder
         if folder is not None and assignment is not None:
             self._follow(assignment, self._paths(folder, size))
-
-    @property
-    def folder(self) -> Path | None:
-        return self._folder
 
     @staticmethod
     def _paths(folder: Path, local_world_size: int) -> list[Path]:
@@ -230,9 +226,9 @@ class ProgressFiles:
 
     def close(self) -> None:
         self.close_round()
-        if self._folder is not None:
-            self._remove(self._folder)
-            self._folder = None
+        if self.folder is not None:
+            self._remove(self.folder)
+            self.folder = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -113,9 +113,9 @@ class RunnerLink:
         """Take over a runner, either just started by `spawn` or adopted."""
         if process is None:
             assert adopted is not None
-            self._pid = adopted.pid
+            self.pid = adopted.pid
         else:
-            self._pid = process.pid
+            self.pid = process.pid
             agent_children.note_runner(process.pid)
         self._process = process
         self._channel = channel
@@ -124,7 +124,7 @@ class RunnerLink:
         self._exit: RunnerExited | None = None
         self._handling: asyncio.Future[None] | None = None
         """Done once the event that is being handled has been handled; later events wait."""
-        self._log = RunnerLog(self._pid)
+        self._log = RunnerLog(self.pid)
         self._asked_to_end = False
         self._last_event = self._heard = 0
         """The number of the last event that was handled, and of the last one that the runner may
@@ -135,7 +135,7 @@ class RunnerLink:
         self._loop = asyncio.get_running_loop()
         self._pidfd: int | None = None
         try:
-            self._pidfd = os.pidfd_open(self._pid)
+            self._pidfd = os.pidfd_open(self.pid)
         except OSError:
             self._loop.call_soon(self._notice_exit)
         else:
@@ -151,10 +151,6 @@ class RunnerLink:
     async def spawn(cls, on_event: OnEvent) -> RunnerLink:
         """Start a runner. If this process dies, the runner kills everything that it has started."""
         return StartedRunner().link(on_event)
-
-    @property
-    def pid(self) -> int:
-        return self._pid
 
     def ask(self, request: Any, *fds: int) -> None:
         """Send a request of runner/requests.py, or a struct with its name and fields.
@@ -365,7 +361,7 @@ class RunnerLink:
         # Its descendants are killed first: once an adopted runner is dead, they are children of
         # init, which knows nobody's. While it lives, none of them can leave it.
         if self._pidfd is not None:
-            await agent_children.kill_all_below(self._pid, self._pidfd)
+            await agent_children.kill_all_below(self.pid, self._pidfd)
         if self._process is not None:
             self._process.kill()
         elif self._pidfd is not None:

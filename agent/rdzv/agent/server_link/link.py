@@ -96,14 +96,14 @@ class ServerLink:
         self._options = options
         self.standby = Standby(credentials, options)
         """The connection kept open to the server that would take over next."""
-        self._identity = identity
+        self.identity = identity
         self.address = identity.address
         """This node's address for others, which is known once there has been a connection."""
         self.host_name = ""
         """A name under which other machines reach this node, if its address is loopback."""
         self.jobs: dict[str, JobPort] = {}
         self.placements: PlacementPort | None = None
-        self._lease_ms: int | None = None
+        self.lease_ms: int | None = None
         """The open stream's lease, or None if no stream is open."""
         self._last_lease_ms = identity.lease_ms
         """The lease of the last stream, whether or not it is open, or None if there was none."""
@@ -132,19 +132,11 @@ class ServerLink:
         """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
 
     @property
-    def identity(self) -> NodeIdentity:
-        return self._identity
-
-    @property
     def encrypts(self) -> bool:
         return self._credentials.tls
 
     def certificate_expires(self) -> datetime | None:
         return self._credentials.expires()
-
-    @property
-    def lease_ms(self) -> int | None:
-        return self._lease_ms
 
     def add(self, job: JobPort) -> None:
         """Serve a job. If a stream is open already, the job has to join by itself."""
@@ -154,7 +146,7 @@ class ServerLink:
         self.jobs[job.rdzv_id] = job
         if (notice := self.drain.event()) is not None:
             job.post(notice)
-        if self._lease_ms is not None:
+        if self.lease_ms is not None:
             job.post(events.ServerConnected())
         if job.fence_after_ms:
             # The Hello informs the server of the fence; its response is the first proof of contact.
@@ -210,7 +202,7 @@ class ServerLink:
 
     def decline_for_now(self, rdzv_id: str, run: str, reason: str) -> None:
         """If this is lost, the server places the job here again, and it is said again."""
-        declined = Decline(self._identity.node_id, run, reason, passing=True)
+        declined = Decline(self.identity.node_id, run, reason, passing=True)
         self.say(encoding.report(declined, rdzv_id))
 
     def decline(self, rdzv_id: str, run: str, reason: str) -> None:
@@ -221,7 +213,7 @@ class ServerLink:
         self._say_declined(rdzv_id, run, reason)
 
     def _say_declined(self, rdzv_id: str, run: str, reason: str) -> None:
-        self.say(encoding.report(Decline(self._identity.node_id, run, reason), rdzv_id))
+        self.say(encoding.report(Decline(self.identity.node_id, run, reason), rdzv_id))
 
     @property
     def server_clock(self) -> ServerClock:
@@ -336,8 +328,8 @@ class ServerLink:
             return RendezvousConnectionError("the stream was closed by this agent")
         finally:
             on_purpose = self._renewing or self._closing.is_set()
-            self.counts.stream_ended(welcomed=self._lease_ms is not None, on_purpose=on_purpose)
-            self._lease_ms = None
+            self.counts.stream_ended(welcomed=self.lease_ms is not None, on_purpose=on_purpose)
+            self.lease_ms = None
             self.outbox.forget()
             self.log_reader.stop_all()
             call.cancel()
@@ -347,7 +339,7 @@ class ServerLink:
         silent = asyncio.get_running_loop().call_later(SILENT_S, self._tell_silent, endpoint)
         try:
             await call.wait_for_connection()
-            if not self._identity.address:
+            if not self.identity.address:
                 # The network may have come up, or changed, since the last connection.
                 address = await local_address(endpoint)
                 host_name = await reachable_host_name(address)
@@ -418,7 +410,7 @@ class ServerLink:
             await self.standby.keep(self._attempts.rota.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
-        self._lease_ms = self._last_lease_ms = lease_ms
+        self.lease_ms = self._last_lease_ms = lease_ms
         interval_s = max(heartbeat_interval_ms, 100) / 1000
         if fence_s := self._proofs.shortest_fence_s:
             interval_s = min(interval_s, fence_s / HEARTBEATS_PER_FENCE)
@@ -459,14 +451,14 @@ class ServerLink:
         beliefs = [belief for job in self.jobs.values() if (belief := job.belief()) is not None]
         placements = self.placements
         hello = messages.Hello(
-            node_id=self._identity.node_id,
-            instance=self._identity.instance,
-            kind=self._identity.kind,
+            node_id=self.identity.node_id,
+            instance=self.identity.instance,
+            kind=self.identity.kind,
             address=self.address,
-            pid=self._identity.pid,
+            pid=self.identity.pid,
             leadership=self._leadership,
             incarnation=self._incarnation,
-            agent_version=self._identity.version,
+            agent_version=self.identity.version,
             fence_after_ms=max((job.fence_after_ms for job in self.jobs.values()), default=0),
             resources=None if placements is None else placements.resources,
             holdings=messages.Holdings(() if placements is None else placements.holdings()),

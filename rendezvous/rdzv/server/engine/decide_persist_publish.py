@@ -58,11 +58,9 @@ class Engine:
 
         """
         self._check_size(command)
-        outcome: asyncio.Future[State | RendezvousError] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self._ask_for(rdzv_id, Asked(command, guard, outcome))
-        decided = await outcome
+        asked = Asked(command, guard)
+        self._ask_for(rdzv_id, asked)
+        decided = await asked.outcome
         if isinstance(decided, RendezvousError):
             raise decided
         return decided
@@ -177,7 +175,7 @@ class Engine:
         for choose in choices:
             command = choose(steps[-1].after if steps else job.state)
             if command is not None:
-                asked = Asked(command, None, asyncio.get_running_loop().create_future())
+                asked = Asked(command)
                 decided.append(asked)
                 await self._add_step_if_sound(job, asked, steps)
         await self._settle(job, steps)
@@ -263,10 +261,7 @@ class Engine:
             job.timer.arm_by(self._driver.loop_watch.settled_ms)
         else:
             # No caller waits for the outcome; after an error, the job's timer is rearmed.
-            outcome: asyncio.Future[State | RendezvousError] = (
-                asyncio.get_running_loop().create_future()
-            )
-            self._ask_for(job.rdzv_id, Asked(Tick(), None, outcome))
+            self._ask_for(job.rdzv_id, Asked(Tick()))
 
 
 def _bug(rdzv_id: str, command: Command, what: str) -> InvariantError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -46,8 +46,10 @@ class Asked:
     """A command waiting to be decided, with the future that receives its outcome."""
 
     command: Command
-    guard: Guard | None
-    outcome: asyncio.Future[State | errors.RendezvousError]
+    guard: Guard | None = None
+    outcome: asyncio.Future[State | errors.RendezvousError] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def answer(self, outcome: State | errors.RendezvousError) -> None:
         if not self.outcome.done():
@@ -123,7 +125,7 @@ class Jobs:
         if driver.config.store == "memory":
             forms_from_ms = driver.clock.now_ms() + RECONNECT_MS
             self._tuning = replace(self._tuning, forms_from_ms=forms_from_ms)
-        self._jobs: dict[str, Job] = {}
+        self.in_memory: dict[str, Job] = {}
         self.ended: dict[str, int] = {}
         """When each ended job ended, by rdzv_id; avoids loading a job just to find out."""
 
@@ -135,7 +137,7 @@ class Jobs:
 
         Waits for other claims to end. When the body ends, an idle job is dropped from memory.
         """
-        job = self._jobs.get(rdzv_id) or self._new_job(rdzv_id)
+        job = self.in_memory.get(rdzv_id) or self._new_job(rdzv_id)
         job.claims += 1
         try:
             async with job.lock:
@@ -152,16 +154,16 @@ class Jobs:
             job.claims -= 1
             if job.idle and not self._driver.engine.is_waiting(rdzv_id):
                 job.timer.cancel()
-                del self._jobs[rdzv_id]
+                del self.in_memory[rdzv_id]
 
     def _new_job(self, rdzv_id: str) -> Job:
-        if len(self._jobs) >= (most := self._driver.config.limits.jobs):
+        if len(self.in_memory) >= (most := self._driver.config.limits.jobs):
             raise errors.LimitExceededError(
                 f"job {rdzv_id} is over the limit: this server holds {most} jobs; try again when "
                 " others have ended, or raise the limit `jobs`"
             )
         timer = Timer(self._clock, lambda due_ms: self._driver.engine.on_due(job, due_ms))
-        job = self._jobs[rdzv_id] = Job(rdzv_id, timer)
+        job = self.in_memory[rdzv_id] = Job(rdzv_id, timer)
         return job
 
     async def load(self, job: Job) -> None:
@@ -224,11 +226,7 @@ class Jobs:
     # ---------------------------------------------------------------- reading
 
     def get(self, rdzv_id: str) -> Job | None:
-        return self._jobs.get(rdzv_id)
-
-    @property
-    def in_memory(self) -> Mapping[str, Job]:
-        return self._jobs
+        return self.in_memory.get(rdzv_id)
 
     async def look(self, rdzv_id: str) -> State:
         """Return a job's current state without waiting for a commit in progress.
@@ -241,16 +239,16 @@ class Jobs:
             return job.state
 
     def peek(self, rdzv_id: str) -> State | None:
-        job = self._jobs.get(rdzv_id)
+        job = self.in_memory.get(rdzv_id)
         return job.loaded if job else None
 
     @property
     def states(self) -> tuple[State, ...]:
-        return tuple(job.loaded for job in self._jobs.values() if job.loaded is not None)
+        return tuple(job.loaded for job in self.in_memory.values() if job.loaded is not None)
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        return tuple(job.rdzv_id for job in self._jobs.values() if job.doubt)
+        return tuple(job.rdzv_id for job in self.in_memory.values() if job.doubt)
 
     async def load_all(self) -> None:
         """Load every job that has not ended, and when the others ended; skip unreadable jobs."""
@@ -282,5 +280,5 @@ class Jobs:
                 log.error("not listing job %s: %s", rdzv_id, error)
 
     def stop_timers(self) -> None:
-        for job in self._jobs.values():
+        for job in self.in_memory.values():
             job.timer.cancel()

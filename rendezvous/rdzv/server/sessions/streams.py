@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rdzv import errors, messages
@@ -169,33 +169,29 @@ class Streams:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._open: dict[str, Stream] = {}
+        self.open: dict[str, Stream] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self.closed = False
 
-    @property
-    def open(self) -> Mapping[str, Stream]:
-        return self._open
-
     def add(self, stream: Stream) -> None:
-        self._open[stream.node_id] = stream
+        self.open[stream.node_id] = stream
         self._empty.clear()
 
     def remove(self, stream: Stream) -> bool:
         current = self.is_current(stream)
         if current:
-            del self._open[stream.node_id]
-        if not self._open:
+            del self.open[stream.node_id]
+        if not self.open:
             self._empty.set()
         return current
 
     def of(self, node_id: str) -> Stream | None:
-        return self._open.get(node_id)
+        return self.open.get(node_id)
 
     def is_current(self, stream: Stream) -> bool:
         """Return whether this stream speaks for its node; a stream that was replaced is ignored."""
-        return self._open.get(stream.node_id) is stream
+        return self.open.get(stream.node_id) is stream
 
     async def wait_empty(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -205,7 +201,7 @@ class Streams:
     # ---------------------------------------------------------------- sending to nodes
 
     def send(self, node_id: str, message: messages.Announcement) -> bool:
-        stream = self._open.get(node_id)
+        stream = self.open.get(node_id)
         if stream is not None:
             stream.send(message)
         return stream is not None
@@ -217,7 +213,7 @@ class Streams:
         for node_id, message in announcements.after_step(
             step.before, step.after, step.events, now_ms
         ):
-            stream = self._open.get(node_id)
+            stream = self.open.get(node_id)
             if stream is not None and announcements.concerns(
                 step.after, node_id, stream.incarnation, message
             ):
@@ -228,7 +224,7 @@ class Streams:
         self.send_joined(after, node_id)
         if node_id in after.waiting:
             self.send(node_id, announcements.waiting(after, node_id, now_ms))
-        stream = self._open.get(node_id)
+        stream = self.open.get(node_id)
         missed = announcements.missed_assignment(before, command, now_ms)
         if stream is not None and stream.incarnation == command.incarnation and missed is not None:
             stream.send(missed, again=True)
@@ -249,14 +245,14 @@ class Streams:
     # ---------------------------------------------------------------- closing
 
     def close(self, node_id: str, number: int | None, why: str) -> None:
-        stream = self._open.get(node_id)
+        stream = self.open.get(node_id)
         if stream is not None and stream.number == number:
             stream.close(
                 errors.RendezvousConnectionError(f"this stream of {node_id} is closed: {why}")
             )
 
     def close_opened_with(self, tokens: frozenset[str]) -> None:
-        for stream in self._open.values():
+        for stream in self.open.values():
             if stream.caller.token in tokens:
                 stream.close(
                     errors.UnauthenticatedError("the token that opened this stream was revoked")
@@ -264,5 +260,5 @@ class Streams:
 
     def close_all(self, error: errors.RendezvousError) -> None:
         self.closed = True
-        for stream in self._open.values():
+        for stream in self.open.values():
             stream.close(error)
