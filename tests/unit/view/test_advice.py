@@ -198,6 +198,25 @@ def test_kept_workers_and_jobs_without_progress_get_no_interval() -> None:
     assert (found.verdict, found.saves_ms) == (UNKNOWN, None)
 
 
+def test_the_runs_of_a_job_are_one_sum() -> None:
+    """Failures of both count, so that there are enough of them."""
+    story = failing(3)
+    once = [an_event(kept, "r1", round(at_s * 1000)) for at_s, kept in story]
+    again = [an_event(kept, "r2", round((at_s + 50 * HOUR) * 1000)) for at_s, kept in story]
+    one, both = (
+        report([spent(a_summary("a", 2, 2), past, 0, 400 * HOUR_MS, 1_000)], 0, 400 * HOUR_MS)
+        for past in (once, [*once, *again])
+    )
+    before = {change.spares or change.steps: change for change in one.advice}
+    assert both.advice
+    for change in both.advice:
+        half = before[change.spares or change.steps]
+        assert change.net_ms == pytest.approx(2 * (half.net_ms or 0), rel=0.01)
+        assert (change.times, half.times) == (6, 3)
+        assert half.verdict == "too few failures: 3"
+        assert not change.verdict.startswith("too few")
+
+
 def test_of_few_failures_nothing_is_advised() -> None:
     found = advised(failing(4), 100 * HOUR, snapshot_ms=1_000)
     assert {one.verdict for one in found.values()} == {"too few failures: 4"}
