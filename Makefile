@@ -307,6 +307,10 @@ bench-snapshots: $(READY) build/peers/.ready  ## what snapshots cost, beside a p
 	@$(BIN)/python bench/snapshot_dlrover.py
 	@$(BIN)/python bench/snapshot_faults.py $(if $(KILLS),--kills $(KILLS) --copy-kills $(KILLS) --flips $(KILLS))
 
+.PHONY: bench-verify
+bench-verify: $(READY)  ## what verifying a state costs, and that changed bits are found: two minutes
+	@$(BIN)/python bench/verify.py
+
 .PHONY: bench-goodput
 bench-goodput: $(READY)  ## what share of its time a failing job trains, beside torchrun; QUICK=1: four minutes
 	@$(BIN)/python bench/goodput.py --out build/bench/goodput.jsonl $(if $(QUICK),--minutes 1)

@@ -40,6 +40,7 @@ LONG = {
     "store_ranks": ("--kinds=lazy --ranks=8", '"ranks": 8'),
     "stragglers": ("--slow=1 --calm=0.01 --step=0.02", "| 1 |"),
     "takeover": ("--cases=memory --nodes=2 --repetitions=1 --no-peer", '"failed": []'),
+    "verify": ("--mb=3 --flips=1 --checks=1", "found: of 1 flipped bits 1 named"),
     "warm": ("--workers=1 --times=1", "warm"),
 }
 

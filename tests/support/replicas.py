@@ -32,6 +32,8 @@ class Replicas:
 
     def __init__(self, count: int, every: int) -> None:
         self.every = every
+        self.cleared: list[int | None] = []
+        """The steps at which replicas have cleared snapshots of later ones."""
         self.hosts = [f"n{rank}" for rank in range(count)]
         made = [self._new() for _ in range(count)]
         self.sealings, self.verifyings = map(list, zip(*made, strict=True))
@@ -42,7 +44,11 @@ class Replicas:
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         sealing = Sealing({"model": model, "optimizer": optimizer})
-        return sealing, Verifying(sealing, self.every, self._leave)
+
+        def clear() -> None:
+            self.cleared.append(sealing.step)
+
+        return sealing, Verifying(sealing, self.every, clear, self._leave)
 
     def renew(self, rank: int) -> None:
         """Put a process that has not begun in the place of a replica."""

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from rdzv.worker import NoSourceError
-from rdzv.worker.healing import MismatchError, StateOffer, compare_manifests, elect, receivers
+from rdzv.worker.healing import (
+    MismatchError,
+    StateOffer,
+    compare_manifests,
+    elect,
+    receivers,
+    settle,
+)
 from rdzv.worker.rounds import Round
 from rdzv.worker.shards import Claim, Place, place_of, sources
 
@@ -49,6 +56,15 @@ def test_the_source_and_who_receives_from_it(
 ) -> None:
     assert elect(offers) == source
     assert receivers(offers, source) == to
+
+
+def test_a_rank_that_has_gone_back_a_step_enters_as_a_new_one() -> None:
+    """One that is merely behind has run that step's passes: it keeps its buffers and generators."""
+    for has_gone_back in (True, False):
+        offers = [offer(True, 6), offer(True, 5)]
+        sealing: Any = SimpleNamespace(has_gone_back=has_gone_back, is_redo=True)
+        settle(sealing, offers, 0, Round(1, 1, 2, 1, 0, ""))
+        assert (offers[1].kept, sealing.is_redo) == (not has_gone_back, has_gone_back)
 
 
 @pytest.mark.parametrize(

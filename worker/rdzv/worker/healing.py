@@ -160,7 +160,7 @@ def heal(
             f"sealed only {step or 0}"
         )
     to = receivers(offers, source)
-    _settle(sealing, offers, source, round_)
+    settle(sealing, offers, source, round_)
     if to:
         # A digest of what was loaded says nothing about what is sent, which is in another order.
         sent = "" if resumed and resumed.digest else hashed
@@ -230,7 +230,7 @@ def compare_manifests(
     )
 
 
-def _settle(sealing: Sealing, offers: list[StateOffer], source: int, round_: Round) -> None:
+def settle(sealing: Sealing, offers: list[StateOffer], source: int, round_: Round) -> None:
     mine, step = offers[round_.rank], offers[source].sealed
     if sealing.has_gone_back and mine.sealed < step:
         # Unlike others that are one step behind, it is not as it was after that step's passes.

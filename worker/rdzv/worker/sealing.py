@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from .sampler import ElasticBatchSampler
 from .shards import Parts, Shards
 from .snapshot_slot import Content
 from .staging import copiers, copy_all, equal_bits, events
+
+_copier = ThreadPoolExecutor(1, "rdzv verified step")
 
 
 class Sealing:
@@ -49,8 +52,8 @@ class Sealing:
         self._sealed: _Copy | None = None
         self._before: _Copy | None = None
         """The copy of the previous step, to which a rank with a sharded state may go back."""
-        self._verified: tuple[int | None, _Copy, Image | None, Image] | None = None
-        """The verified step: its small values, a copy of its tensors if held, and their shapes."""
+        self._verified: _Verified | None = None
+        self._copying: Future[None] | None = None
         self.has_gone_back = False
         """Whether this rank is at its verified step, which may not be the last that it sealed."""
         self._before_step: Callable[[], None] | None = None
@@ -152,39 +155,42 @@ class Sealing:
         self.is_redo = False
 
     def hold_verified(self, *, with_tensors: bool) -> None:
-        """Copy the sealed step, to which `go_back` returns, to the CPU."""
+        """Copy the sealed step to the CPU, for `go_back`. The next optimizer step waits for it."""
         assert self._sealed is not None
-        former = self._verified[2] if self._verified is not None else None
         image = self.contents.image(self.step or 0, {}, self.contents.parameters())
-        shapes, held = image.shapes(), None
+        held = None
         if with_tensors:
-            reused = dict(former.tensors()) if former is not None else {}
+            former = self._verified.tensors if self._verified is not None else None
+            places = dict(former.tensors()) if former is not None else {}
 
             def place(name: str, one: Tensor) -> Tensor:
-                shape = Shape(tuple(one.shape), one.dtype, "cpu")
-                return (
-                    reused[name] if name in reused and shape.fits(reused[name]) else shape.empty()
-                )
+                shape, last = Shape(tuple(one.shape), one.dtype, "cpu"), places.get(name)
+                return last if last is not None and shape.fits(last) else shape.empty()
 
             held = image.mapped(place)
-            tensors = [one for _, one in image.tensors()]
-            places = [one for _, one in held.tensors()]
-            copy_all(tensors, places, events(tensors), copiers())
-        self._verified = (self.step, self._sealed, held, shapes)
+            one, other = ([tensor for _, tensor in of.tensors()] for of in (image, held))
+            self._copying = _copier.submit(copy_all, one, other, events(one), copiers())
+        self._verified = _Verified(self.step, self._sealed, image.shapes(), held)
 
     def go_back(self) -> int:
         """Return to the verified step; without its tensors, this rank is torn. Returns the step."""
-        if self._verified is None:
+        if (verified := self._verified) is None:
             return 0  # It has not begun to train.
-        step, sealed, held, shapes = self._verified
-        self.wait_for_copy()
-        if held is not None:
-            image = replace(held.with_optimizers_on(shapes), small=sealed.small)
+        self.wait_for_copies()
+        if verified.tensors is not None:
+            image = verified.tensors.with_optimizers_on(verified.shapes)
+            image = replace(image, small=verified.sealed.small)
             self.contents.put_back(image, self.contents.parameters(), [])
-        self.step, self._sealed = step, sealed
-        self.torn, self.has_gone_back = held is None, True
-        sealed.put_back(self.contents)
-        return step or 0
+        self.step, self._sealed = verified.step, verified.sealed
+        self.torn, self.has_gone_back = verified.tensors is None, True
+        verified.sealed.put_back(self.contents)
+        return verified.step or 0
+
+    def wait_for_copies(self) -> None:
+        """Block until the tensors may be changed."""
+        self.wait_for_copy()
+        if self._copying is not None:
+            self._copying.result()
 
     def roll_back(self) -> None:
         assert self._sealed is not None
@@ -220,15 +226,26 @@ class Sealing:
         if self._before_step is not None:
             self._refuse_unfinished_step()
             self._before_step()
-            self.wait_for_copy()
+            self.wait_for_copies()
             self.torn = True
 
     def _refuse_or_hold(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._before_step is not None:
             self._refuse_unfinished_step()
             self._before_step()
-            self.wait_for_copy()
+            self.wait_for_copies()
             self.shards.before_step(self.step or 0)
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """A step at which all replicas were equal."""
+
+    step: int | None
+    sealed: _Copy
+    shapes: Image
+    tensors: Image | None
+    """A copy of the tensors, or None if another rank of the node holds one."""
 
 
 class _Copy:

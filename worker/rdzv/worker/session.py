@@ -56,6 +56,8 @@ _CAUSE_WAIT_S = 0.25
 
 Usually a peer's death is known within milliseconds, and then there is nothing to report.
 """
+_EXIT_WAIT_S = 10.0
+"""The same if a peer is known to be about to raise an exception, and exit."""
 
 
 @dataclass
@@ -89,7 +91,12 @@ class Session:
         self._options = options
         self._link = link
         self.snapshots = Snapshots(state._sealing, link, state._snapshot_every)
-        self.verifying = Verifying(state._sealing, state._verify_every, self._leave_round)
+        self.verifying = Verifying(
+            state._sealing,
+            state._verify_every,
+            self.snapshots.clear_redone,
+            functools.partial(self._leave_round, within_s=_EXIT_WAIT_S),
+        )
         self._resuming: Resuming | None = None
         self.groups: RoundGroups | None = None
         """The groups of the latest round."""
@@ -160,7 +167,7 @@ class Session:
             else ""
         )
 
-    def _leave_round(self, reason: str) -> NoReturn:
+    def _leave_round(self, reason: str, within_s: float = _CAUSE_WAIT_S) -> NoReturn:
         """Wait for the round's end; if it does not come, report the reason."""
         round_ = self._round
         assert round_ is not None
@@ -170,7 +177,7 @@ class Session:
         if reason:
             over.args = (reason,)
             warn(round_, reason)
-        self._await_end(over)
+        self._await_end(over, within_s)
         raise over
 
     def _before_step(self) -> None:
@@ -291,10 +298,10 @@ class Session:
         self._await_end(error)
         return True
 
-    def _await_end(self, error: BaseException) -> None:
+    def _await_end(self, error: BaseException, within_s: float = _CAUSE_WAIT_S) -> None:
         assert self._link is not None and self._round is not None
         self._awaited = error
-        if not self._link.wait_until_over(_CAUSE_WAIT_S):
+        if not self._link.wait_until_over(within_s):
             text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             self._link.suspect(self._round.number, f"{type(error).__name__}: {error}", text)
 
@@ -303,7 +310,7 @@ class Session:
         assert link is not None
         over.groups.cut.cut()
         over.text = _detach_traceback(over.error)
-        self.snapshots.wait_until_copied()
+        self._sealing.wait_for_copies()
         self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
         over.groups.close(keep=True)

@@ -187,8 +187,14 @@ class Snapshots:
         self.held.link.announced.given_up = NO_MARK
         if not self.held.slots:
             self.held.ask(0)
-        sealing = self._sealing
-        self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
+        self.clear_redone()
+
+    def clear_redone(self) -> None:
+        """Clear the snapshots of steps that will be redone, also by new processes."""
+        if self.held is not None:
+            self.finish()
+            sealing = self._sealing
+            self.held.clear_after(sealing.lineage, sealing.nonce, sealing.step or 0)
 
     def committed(self) -> None:
         if self._every is None or self.held is None:
@@ -209,10 +215,6 @@ class Snapshots:
             return False
         self._begin(saves=True)
         return True
-
-    def wait_until_copied(self) -> None:
-        if self._thread is not None:
-            self._copied.wait()
 
     def finish(self) -> bool:
         """Wait up to 30 seconds until the last snapshot is complete or has failed."""

@@ -65,9 +65,14 @@ class Verifying:
     """Verifies a state across rounds; with `every` None, it does nothing."""
 
     def __init__(
-        self, sealing: Sealing, every: int | None, leave_round: Callable[[str], NoReturn]
+        self,
+        sealing: Sealing,
+        every: int | None,
+        clear_redone: Callable[[], None],
+        leave_round: Callable[[str], NoReturn],
     ) -> None:
         self._sealing = sealing
+        self._clear_redone = clear_redone
         self._leave_round = leave_round
         self._every = every or 0
         self._round: Round | None = None
@@ -163,6 +168,8 @@ class Verifying:
             tensors = sealing.image({}).tensors()
             entries = {name: digest([(name, one)]) for name, one in tensors}
         verified = sealing.go_back()
+        if sealing.has_begun:
+            self._clear_redone()
         published = entries if round_.rank == reference else {}
         said = exchange(store, round_, f"replicas {step}", [platform.node(), published])
         hosts = [host for host, _ in said]
@@ -176,7 +183,7 @@ class Verifying:
         if round_.rank not in odd:
             self._leave_round(f"replica digest: after step {step}, the state of {where}")
         differing = [name for name, one in entries.items() if said[reference][1].get(name) != one]
-        cause = nobody or "A bit was changed there, or computed wrongly; others redo these steps"
+        cause = nobody or "A bit was changed there, or computed wrongly"
         raise (ReplicasDifferError if nobody else OddReplicaError)(
             f"replica digest: after step {step}, {_listed(differing) or 'a digest'} of {where}; "
             f"all were equal at step {verified}. {cause}"
