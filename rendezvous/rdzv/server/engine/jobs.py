@@ -160,7 +160,7 @@ class Jobs:
         if len(self.in_memory) >= (most := self._driver.config.limits.jobs):
             raise errors.LimitExceededError(
                 f"job {rdzv_id} is over the limit: this server holds {most} jobs; try again when "
-                " others have ended, or raise the limit `jobs`"
+                "others have ended, or raise the limit `jobs`"
             )
         timer = Timer(self._clock, lambda due_ms: self._driver.engine.on_due(job, due_ms))
         job = self.in_memory[rdzv_id] = Job(rdzv_id, timer)
