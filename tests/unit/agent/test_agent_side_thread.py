@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.system.side_thread import Aside, find_program, in_time
+from rdzv.runtime.tasks import OwnedTasks
 
 PATIENCE_S = 100.0
 

@@ -16,9 +16,9 @@ from rdzv.agent.core.events import SnapshotsChanged, SnapshotsWritten
 from rdzv.agent.job.snapshots import CopiesOfSnapshots, SnapshotsOnDisk
 from rdzv.agent.launch.launch import Launch, SnapshotFiles
 from rdzv.agent.runner.requests import CarryCopies, StateMark, WriteSnapshots
-from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.core.snapshots import CopyCarrier, MissingCopies
+from rdzv.runtime.tasks import OwnedTasks
 from tests.unit.agent.test_agent_machine import JOB, line
 
 FOLDER = Path("/data/run7")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rdzv.agent.observers.arrival_watch import arrivals as reported_by
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
-from rdzv.core.evidence.lateness import arrivals
+from rdzv.core.evidence.stragglers import arrivals
 from rdzv.messages import Arrivals
 from rdzv.server.diagnosis.round_reports import ArrivalBoard
 

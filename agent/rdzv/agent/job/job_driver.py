@@ -34,7 +34,6 @@ from rdzv.agent.runner_link.found_runner import FoundRunner
 from rdzv.agent.runner_link.runner_link import RunnerHello, RunnerLink, StartedRunner
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.link import ServerLink
-from rdzv.agent.system.owned_tasks import OwnedTasks
 from rdzv.agent.system.side_thread import Aside
 from rdzv.agent.workers.event_log import EventLog
 from rdzv.agent.workers.fates import FateRecorder, NodeOutcome
@@ -43,6 +42,7 @@ from rdzv.core.evidence.stacks import WorkerStack
 from rdzv.core.model import LeaveCause, Offer, StandbyState
 from rdzv.errors import InvalidRequestError
 from rdzv.runtime.clock import monotonic_ms
+from rdzv.runtime.tasks import OwnedTasks
 from rdzv.structs import replace
 from rdzv.transport.addresses import StoreSocket, machine_id
 from rdzv.transport.endpoints import is_loopback

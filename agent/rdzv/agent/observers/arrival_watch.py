@@ -17,7 +17,7 @@ from rdzv.agent.observers.collective_records import NoRecordError, RecordReader
 from rdzv.agent.observers.flight_records import GroupTimes
 from rdzv.agent.observers.server_clock import Reading
 from rdzv.agent.observers.stack_sampling import Target
-from rdzv.core.evidence.lateness import chosen
+from rdzv.core.evidence.stragglers import chosen
 from rdzv.core.model import Assignment
 from rdzv.messages import Arrivals, GroupArrivals, RankArrivals
 

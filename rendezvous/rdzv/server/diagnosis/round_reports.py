@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING
 
 from rdzv import messages
 from rdzv.core import events
-from rdzv.core.evidence.lateness import (
+from rdzv.core.evidence.progress_lag import RankProgress
+from rdzv.core.evidence.stragglers import (
     LEAST_PAIRS,
     LOOKS,
     GroupLook,
+    Pace,
     RecentArrivals,
+    Sample,
+    Straggler,
     arrivals,
-    follow,
+    follow_arrivals,
+    follow_rates,
     pairs,
 )
-from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.evidence.stragglers import Pace, Sample, Straggler
-from rdzv.core.evidence.stragglers import follow as follow_rates
 from rdzv.core.model import Round, State
 from rdzv.core.rounds.ranks import participant_of
 from rdzv.core.words import LISTED
@@ -336,7 +338,7 @@ class RoundReports:
         due = now_ms - known.compared_ms >= self._look_every_ms(LOOKS)
         if due and (groups := known.board.take()):
             before, known.compared_ms, known.pace = known.stragglers, now_ms, Pace()
-            known.arrivals = follow(known.arrivals, arrivals(groups, known.nodes), now_ms)
+            known.arrivals = follow_arrivals(known.arrivals, arrivals(groups, known.nodes), now_ms)
             changed = self._tell_changes(said.rdzv_id, known, before)
         if not known.in_collectives:
             known.in_collectives = True

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rdzv.core.evidence.lateness import (
+from rdzv.core.evidence.stragglers import (
     LOOKS,
     Arrival,
     GroupLook,
     RecentArrivals,
     arrivals,
     chosen,
-    follow,
+    follow_arrivals,
 )
 
 MS = 1_000
@@ -141,7 +141,7 @@ def training(
             rate = (number - looked) / (now_s - looked_s)
             seen = arrivals([GroupLook(entered, rate, 3 * MS)], TWO)
             told, entered, looked_s, looked = (
-                follow(told, seen, round(now_s * 1e3)),
+                follow_arrivals(told, seen, round(now_s * 1e3)),
                 {},
                 now_s,
                 number,
@@ -177,7 +177,7 @@ def after(*shares: float) -> RecentArrivals:
     told = RecentArrivals()
     for at, share in enumerate(shares):
         times = (round(share * 100 * MS), round(share * 120 * MS), round(share * 110 * MS))
-        told = follow(told, {1: Arrival(share, times), 2: Arrival(0.0, (0, 0, 0))}, at)
+        told = follow_arrivals(told, {1: Arrival(share, times), 2: Arrival(0.0, (0, 0, 0))}, at)
     return told
 
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from rdzv.core.evidence.progress_lag import RankProgress
-from rdzv.core.evidence.stragglers import Pace, Sample, follow
+from rdzv.core.evidence.stragglers import Pace, Sample, follow_rates
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Arrivals, GroupArrivals, Progress, RankArrivals
 from rdzv.server.sessions.streams import Stream
@@ -40,23 +40,23 @@ def group(*steps_s: float, role: str = "default", first: int = 0) -> list[Sample
     ],
 )
 def test_who_is_slow(samples: list[Sample], slow: list[int]) -> None:
-    assert list(follow(Pace(), samples, 0, AFTER_MS).slow_since_ms) == slow
-    assert list(follow(Pace(), samples, 0, 0).stragglers) == slow
+    assert list(follow_rates(Pace(), samples, 0, AFTER_MS).slow_since_ms) == slow
+    assert list(follow_rates(Pace(), samples, 0, 0).stragglers) == slow
 
 
 def test_it_straggles_once_it_was_slow_for_a_while_and_until_it_has_caught_up() -> None:
     pace, told = Pace(), []
     steps_s = [3, 3, 3, 1, 3, 3, 3, 3, 1.8, 1.8, 1.4, 1.8, 1.8]
     for at, step_s in enumerate(steps_s):
-        pace = follow(pace, group(1.0, 1.0, step_s), at * 20_000, AFTER_MS)
+        pace = follow_rates(pace, group(1.0, 1.0, step_s), at * 20_000, AFTER_MS)
         told.append(sorted(pace.stragglers))
     assert told == [[]] * 7 + [[2]] * 3 + [[]] * 3
 
 
 def test_who_says_nothing_any_more_does_not_straggle() -> None:
-    pace = follow(Pace(), group(1.0, 3.0), 0, 0)
+    pace = follow_rates(Pace(), group(1.0, 3.0), 0, 0)
     assert list(pace.stragglers) == [1]
-    assert follow(pace, group(1.0), 1, 0) == Pace()
+    assert follow_rates(pace, group(1.0), 1, 0) == Pace()
 
 
 # ------------------------------------------------------------------ at the server
