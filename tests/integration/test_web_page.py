@@ -300,7 +300,7 @@ def test_where_the_time_went_is_told_and_drawn(open_page: Open) -> None:
         expect(causes.locator("tr", has_text="worker failure")).to_have_count(1)
         advice = page.get_by_label("What changes would have saved, in node-hours")
         expect(advice.locator("tr", has_text="another node in place of n2")).to_contain_text(
-            "too few failures: 1"
+            "too few cases: 1"
         )
         with page.expect_request("**/report?hours=168&snapshot_ms=1500"):
             page.get_by_label("A snapshot stops training for").fill("1.5")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl.layout import Cell, Columns, Page, bold
+from rdzv.view.advice import FAILURES
 from rdzv.view.ledger import Ledger, LedgerPhase
 from rdzv.view.reports import Report
 
@@ -17,7 +17,6 @@ NO_STEPS = (
 )
 """Shown if the time for starting, loading and redone steps cannot be told apart from training."""
 FORGOTTEN = "The beginning of this run is no longer in the history, so it is not counted."
-FAILURES = {Cause.WORKER_FAILURE, Cause.NODE_LOST, Cause.STORE_HOST, Cause.START_FAILED}
 LISTED = 10
 
 _BAR = 24

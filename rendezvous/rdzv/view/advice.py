@@ -17,6 +17,8 @@ from rdzv.structs import replace, struct
 from rdzv.view.answers import JobSummary
 from rdzv.view.ledger import Cost, Interval, LedgerPhase, gaps
 
+FAILURES = {Cause.WORKER_FAILURE, Cause.NODE_LOST, Cause.STORE_HOST, Cause.START_FAILED}
+"""The causes that nobody has asked for, such as a drain."""
 ENOUGH = 5
 """The number of failures below which a verdict is withheld."""
 SPARES = (0, 1, 2, 3)
@@ -79,7 +81,7 @@ def _valued(change: Change, gains: Sequence[float], costs_ms: float | None) -> C
     few, gain_ms = len(gains) < ENOUGH, sum(gains)
     change = replace(change, times=len(gains))
     if few:
-        change = replace(change, verdict=f"too few failures: {len(gains)}")
+        change = replace(change, verdict=f"too few cases: {len(gains)}")
     if costs_ms is None:
         gain = round(gain_ms)
         return replace(change, saves_ms=gain) if gain > 0 else replace(change, costs_ms=-gain)
@@ -238,11 +240,12 @@ def _is_redone(one: Interval) -> bool:
 # ------------------------------------------------------------------ nodes
 
 
-def without_worst_node(lost: Sequence[Cost], nodes: int, good: float) -> list[Change]:
+def without_worst_node(found: Sequence[Cost], nodes: int, good: float) -> list[Change]:
     """Return what another node in place of the worst of `nodes` would have saved, at most.
 
-    `lost` is what each gap in training has cost, and `good` the goodput of the time gained.
+    `found` is what each gap in training has cost, and `good` the goodput of the time gained.
     """
+    lost = [cost for cost in found if cost.node_id and cost.cause in FAILURES]
     by_node = Counter[str]()
     for cost in lost:
         by_node[cost.node_id] += cost.work_ms

@@ -128,9 +128,8 @@ def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Repo
     phases = {p.value: sum(job.phases[p] for job in found) for p in LedgerPhase}
     node_ms = sum(line.node_ms for line in lines)
     goodput = 1 - sum(line.lost_node_ms for line in lines) / node_ms if node_ms else None
-    blamed = [cost for cost in owed if cost.node_id]
     most = max((job.nodes for job in found), default=0)
-    worst = without_worst_node(blamed, most, goodput or 0)
+    worst = without_worst_node(owed, most, goodput or 0)
     return Report(
         from_unix_ms=from_ms,
         until_unix_ms=until_ms,
@@ -139,6 +138,6 @@ def report(jobs: Iterable[JobShare | None], from_ms: int, until_ms: int) -> Repo
         node_ms=node_ms,
         jobs=tuple(sorted(lines, key=lambda line: (-line.lost_node_ms, line.rdzv_id))),
         causes=added(owed, lambda cost: (cost.cause, "")),
-        nodes=added(blamed, lambda cost: ("", cost.node_id)),
+        nodes=added((cost for cost in owed if cost.node_id), lambda cost: ("", cost.node_id)),
         advice=best_first([*(change for job in found for change in job.changes), *worst]),
     )

@@ -213,16 +213,16 @@ def test_the_runs_of_a_job_are_one_sum() -> None:
         half = before[change.spares or change.steps]
         assert change.net_ms == pytest.approx(2 * (half.net_ms or 0), rel=0.01)
         assert (change.times, half.times) == (6, 3)
-        assert half.verdict == "too few failures: 3"
+        assert half.verdict == "too few cases: 3"
         assert not change.verdict.startswith("too few")
 
 
 def test_of_few_failures_nothing_is_advised() -> None:
     found = advised(failing(4), 100 * HOUR, snapshot_ms=1_000)
-    assert {one.verdict for one in found.values()} == {"too few failures: 4"}
+    assert {one.verdict for one in found.values()} == {"too few cases: 4"}
     none = advised([*failing(0)], 100 * HOUR)
     assert {one.verdict for one in none.values()} == {
-        "too few failures: 0",
+        "too few cases: 0",
         UNKNOWN,
     }
 
@@ -260,6 +260,19 @@ def test_a_node_that_stands_out_is_told_from_chance(bad: int, good: int, verdict
     assert found.verdict.startswith(verdict)
     assert (found.node_id, found.rdzv_id, found.costs_ms) == ("n1", "", 0)
     assert (found.saves_ms or 0) > 0
+
+
+def test_a_node_that_is_drained_is_not_the_worst() -> None:
+    story: list[tuple[float, Kept]] = [(0, BEGAN), (0, joined("n1")), (0, joined("n2"))]
+    story += [(0, complete(0, "n1", "n2")), (1, first(0, 1))]
+    for number in range(6):
+        at_s = 1_000.0 * (number + 1)
+        story += over(at_s, at_s + 300, number, Cause.NODE_LEFT, "n2")
+        story += [
+            (at_s + 300, complete(number + 1, "n1", "n2")),
+            (at_s + 301, first(number + 1, 9)),
+        ]
+    assert not any(one.node_id for one in advised(story, 9_000).values())
 
 
 # ------------------------------------------------------------------ simulated histories
