@@ -250,6 +250,17 @@ async def test_an_operator_lifts_it() -> None:
             await s.driver.fleet.uncordon("n9")
 
 
+async def test_it_is_lifted_of_a_node_that_is_gone() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    async with server(failures=1, store=store, clock=clock) as s:
+        n1, n2 = await daemons(s, "n1", "n2")
+        await training(s, (n1, n2))
+        await fails(s, n2, [n1])
+    async with server(failures=1, store=store, clock=clock) as s:
+        assert [(n.node_id, n.state) for n in s.nodes() if n.quarantine] == [("n2", "gone")]
+        assert not (await s.change_node("uncordon", "n2")).quarantine
+
+
 async def test_it_ends_with_its_time() -> None:
     async with server(failures=1, ttl_ms=60_000) as s:
         n1, n2 = await daemons(s, "n1", "n2")

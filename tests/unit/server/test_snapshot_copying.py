@@ -207,6 +207,8 @@ async def test_a_node_is_asked_once_on_each_of_its_streams() -> None:
         assert len(p.heard(p.n2)) == 1
         p.note(p.n2, says(part(1, 40), port=7001))
         assert p.heard(p.n2) == []
-        p.server.driver.snapshots.note_gone("n2")
-        p.note(p.n2, says(part(1, 40), port=7001))
-        assert len(p.heard(p.n2)) == 1
+        p.server.driver.connections.detach(p.n2)
+        again = await p.server.come_back("n2")
+        read(again)
+        p.note(again, says(part(1, 40), port=7001))
+        assert p.heard(again) == [KeepCopies("job-7", "run-1", mark(40), (FROM_N1,))]
