@@ -17,8 +17,11 @@ before, and no more memory; in the end all losses are compared with those of an 
 * source: a worker is replaced, and the rank that heals it dies meanwhile: no round begins with
   ranks of several states.
 
-Times are from the fault to the first step of the last rank, and to the moments before it at which
-all staying workers have parked, and the next round is decided.
+Times are from the fault to the first step of the last rank, and of the last that stayed, and to the
+moments before it at which all staying workers have parked, and the next round is decided.
+
+With --groups=reconfigure,init each case runs twice, with torch 2.14: with process groups that are
+reconfigured, and that are made anew.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from kept_job import START_S, BrokenPromiseError, KeptJob, of_nodes, resources, victim
@@ -49,6 +53,8 @@ from measure import (
     say_progress,
 )
 from recovery import lifeline_in
+
+from rdzv.worker.groups import can_reconfigure
 
 from cluster import cluster  # isort: skip  (its path comes from measure)
 
@@ -84,6 +90,8 @@ class Place:
 
     directory: Path
     lifeline: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """What the workers have in their environment besides."""
 
     @contextmanager
     def job(
@@ -91,7 +99,7 @@ class Place:
     ) -> Iterator[KeptJob]:
         """Start a job, and wait until it trains, and restarts are warm."""
         with cluster(Path(tempfile.mkdtemp(dir=self.directory))) as made:
-            job = KeptJob(made, self.lifeline, *options)
+            job = KeptJob(made, self.lifeline, *options, environ=self.environ)
             nodes = job.start(names, nnodes)
             job.trains(2 * len(names), within_s=START_S)
             job.warmed(nodes)
@@ -123,6 +131,9 @@ def note_recovery(found: Found, job: KeptJob, since_s: float, stepped_s: float, 
         found.took("parked", max(parked.values()) - since_s)
     if (decided_s := job.decided_s()) is not None:
         found.took("decided", decided_s - since_s)
+    seats, times = job.diary.begun[job.round], job.diary.stepped_s[job.round]
+    if kept := [times[rank] for rank, seat in seats.items() if seat.kept]:
+        found.took("those that stayed", max(kept) - since_s)
     found.took("stepped", stepped_s - since_s)
 
 
@@ -164,10 +175,13 @@ def _check_flat(found: Found, job: KeptJob, early: dict[int, tuple[int, int, int
     for pid in early.keys() & {seat.pid for seat in job.workers.values()}:
         fds, threads, memory = early[pid]
         # A file may be open for a moment, while a step is saved or loaded.
-        job.until(
-            f"worker {pid} has {fds} descriptors and {threads} threads again",
-            lambda: resources(pid)[:2] == (fds, threads),  # noqa: B023
-        )
+        try:
+            job.until("are flat", lambda: resources(pid)[:2] == (fds, threads))  # noqa: B023
+        except BrokenPromiseError as error:
+            raise BrokenPromiseError(
+                f"worker {pid} had {fds} descriptors and {threads} threads, and has "
+                f"{resources(pid)[:2]}"
+            ) from error
         grown = max(grown, resources(pid)[2] - memory)
     if grown > GROWN_BYTES:
         raise BrokenPromiseError(f"a worker's memory has grown by {grown >> 10} kB")
@@ -344,6 +358,8 @@ CASES: dict[str, tuple[Callable[[Found, Place], None], int]] = {
     "source": (source, 100),
 }
 """Each case with its default number of repetitions."""
+GROUPS: dict[str, dict[str, str]] = {"reconfigure": {}, "init": {"RDZV_RECONFIGURE": "0"}}
+"""How the default process group gets to the next round, with the workers' variables for it."""
 
 
 def run(case: str, times: int, place: Place) -> Found:
@@ -398,10 +414,14 @@ def main() -> None:
         + ", ".join(f"{case} {times}" for case, (_, times) in CASES.items())
         + ")",
     )
+    add("--groups", default="", help=f"with commas, of {', '.join(GROUPS)}")
     add("--out", type=Path, help="where the JSON lines are written as well")
     add("--directory", type=Path, help="where data is written, and removed again (default: /tmp)")
     chosen = parser.parse_args()
     cases = names_of(parser, "--cases", chosen.cases, list(CASES)) or list(CASES)
+    ways = names_of(parser, "--groups", chosen.groups, list(GROUPS)) or [""]
+    if "reconfigure" in ways and not can_reconfigure("gloo"):
+        parser.error("this torch reconfigures no groups: use build/torch-2.14.1/bin/python")
     end_on_sigterm()
     broken = False
     with (
@@ -409,12 +429,13 @@ def main() -> None:
         emitting_to(chosen.out),
         lifeline_in(Path(temporary)) as lifeline,
     ):
-        place = Place(Path(temporary), lifeline)
-        say_conditions("kept", place.directory)
+        say_conditions("kept", Path(temporary))
         lines = ["| case | held | seconds: median / p99 / most | |", "|---|---|---|---|"]
-        for case in cases:
+        for case, way in product(cases, ways):
             began_s = time.monotonic()
+            place = Place(Path(temporary), lifeline, GROUPS.get(way, {}))
             found = run(case, chosen.times or CASES[case][1], place)
+            found.case += f", {way}" if way else ""
             broken = broken or bool(found.broken)
             lines.append(row(found))
             emit("", **as_json(found))

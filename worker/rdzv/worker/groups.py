@@ -193,7 +193,8 @@ class RoundGroups:
 
         for group in [one for one in c10d._world.pg_map if one is not c10d.GroupMember.WORLD]:
             dist.destroy_process_group(group)
-        self.store.enter(HashStore(), self.gloo, lambda: None)
+        # Not this round's cut, which would knock at an address that nobody else connects to.
+        self.store.enter(HashStore(), GlooCut(set()), lambda: None)
         uuid = (self.round.number << 32) + 1 + self.round.rank  # Makes all ranks' handles differ.
         _reconfigure(uuid, [c10d._get_reconfigure_handle()])
 
