@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,72 @@ def test_a_peer_that_dies_within_a_reconfigure_holds_nobody_up(
         made.end(kept)
         made.begin(3, kept, stops_at=None)
         assert [worker.exit_code() for worker in made.workers] == [0, 0, 0]
+
+
+def documented() -> str:
+    """Return the script of the documentation, with more steps, and marks to follow it by."""
+    page = (Path(__file__).parents[2] / "docs" / "workers-that-stay.md").read_text()
+    (text,) = (
+        one for one in re.findall("```python\n(.*?)```", page, re.S) if "reconfigure(" in one
+    )
+    assert text.count("steps, model = None, 0, 200, None") == text.count("step += 1\n") == 1
+    text = text.replace("200", "600")
+    made = "model = DistributedDataParallel(net)\n"
+    assert text.count(made) == 1
+    text = text.replace(made, f"mark(-1 - round.number); {made}")
+    return text.replace("step += 1\n", "step += 1; mark(step)\n")
+
+
+def test_the_documented_script_keeps_its_group_and_wrapper(tmp_path: Path) -> None:
+    with world(tmp_path, "script", text=documented()) as made:
+        first, second, lost = made.begin(3)
+        lost.wait_line("mark", step=100)
+        lost.kill()
+        parked = made.end([first, second])
+        made.begin(2, [first, second], step=max(one["step"] for one in parked))
+        resumed = made.resumed()
+        assert [one["step"] for one in resumed] == [max(one["step"] for one in parked)] * 2
+        first.wait_line("mark", step=300)  # By the wrapper of three ranks.
+        parked = made.end()
+        made.begin(3, [second, first], step=max(one["step"] for one in parked))
+        assert [worker.exit_code() for worker in made.workers] == [0, 0, 0]
+        wrapped = [-1 - row["step"] for row in first.lines("mark") if row["step"] < 0]
+        assert wrapped == [0, 2]
+        last = {worker.text().splitlines()[-1] for worker in made.workers}
+        assert len(last) == 1 and last.pop().startswith("step 600, bias ")
+
+
+SAYS_OWN = """
+from rdzv.worker import reconfigure
+round = reconfigure()
+mark(round.world_size)
+try:
+    reconfigure()
+except RuntimeError as error:
+    print(error)
+reconfigure(ValueError("the script's own"), step=1)
+"""
+
+
+def test_an_error_of_the_scripts_own_is_raised_again(tmp_path: Path) -> None:
+    with world(tmp_path, "script", text=SAYS_OWN) as made:
+        (only,) = made.begin(1)
+        assert only.exit_code() == 1
+        assert "reconfigure() was called again without an exception" in only.text()
+        assert only.text().endswith("ValueError: the script's own\n")
+
+
+def test_torchs_own_example_holds() -> None:
+    """Of the docstring of `_reconfigure`, with the rendezvous of a rank that is alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, enable_reconfigure=True)
+    try:
+        for uuid in (1, 2):
+            handles = [dist._get_reconfigure_handle()]
+            dist._reconfigure(uuid=uuid, handles=handles).wait()
+            assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
 
 
 class Link:

@@ -397,6 +397,12 @@ def with_old_group() -> None:
     run(State(step=0))
 
 
+def script(text: str) -> None:
+    """Run the text of a script, whose `mark(step)` prints a line."""
+    torch.set_num_threads(1)
+    exec(text, {"mark": lambda step: say("mark", step=step)})
+
+
 def with_default_group() -> None:
     """Hold on to the default group of the first round, and use it in all."""
 

@@ -38,6 +38,10 @@ REASONS: dict[str, dict[str, str]] = {
     "integration/test_numa_vs_torch.py": {
         "binding._get_validated_logical_cpus_to_bind_to": TORCH,
     },
+    "integration/test_reconfigured.py": {
+        "dist._reconfigure": TORCH,
+        "dist._get_reconfigure_handle": TORCH,
+    },
     "integration/test_worker_in_process.py": {
         "c10d._update_default_pg": TORCH,
         "c10d._world": TORCH,

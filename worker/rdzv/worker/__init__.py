@@ -57,7 +57,7 @@ from .rounds import (
 from .sampler import ElasticBatchSampler
 
 if TYPE_CHECKING:
-    from .session import elastic
+    from .session import elastic, reconfigure
     from .state import State
 
 __all__ = [
@@ -76,10 +76,11 @@ __all__ = [
     "WorkerError",
     "elastic",
     "exit_if_leaving",
+    "reconfigure",
     "should_stop",
 ]
 
-_NEED_TORCH = {"State": "state", "elastic": "session"}
+_NEED_TORCH = {"State": "state", "elastic": "session", "reconfigure": "session"}
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,8 @@ class RoundGroups:
         self._former = former
         self._can_be_kept = False
         """Whether the default group may go on in the next round."""
+        self.all_kept = False
+        """Whether all ranks have brought their default group from the previous round."""
         self._references = 0
         """How many references there are to it that hold nothing else of the round."""
         self._options = options
@@ -121,8 +123,10 @@ class RoundGroups:
 
     def _reconfigure(self, device: str | torch.device) -> None:
         """Give the default group this round's ranks. Blocks until all ranks have done so."""
-        handles = exchange(self.store, self.round, "handle", c10d._get_reconfigure_handle())
-        _reconfigure(self.round.number << 32, handles)
+        mine = (c10d._get_reconfigure_handle(), self._references > 0)
+        handles, kept = zip(*exchange(self.store, self.round, "handle", mine))
+        _reconfigure(self.round.number << 32, list(handles))
+        self.all_kept = all(kept)
         # A first collective: torch's record of them begins again from 1, and shows it only then.
         dist.all_reduce(torch.zeros(1, device=device))
         self._can_be_kept = True

@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,6 +20,7 @@ from . import cutting
 from .groups import (
     Options,
     RoundGroups,
+    can_reconfigure,
     free_groups,
     refuse_groups_from_outside,
 )
@@ -32,6 +33,7 @@ from .rounds import (
     ReplicasDifferError,
     Round,
     RoundOver,
+    UnsupportedError,
     WorkerError,
     chain,
     follows_from_cut,
@@ -84,6 +86,8 @@ class Session:
 
     has_returned = False
     """Whether any call has returned in this process."""
+    _refuses_old_groups = True
+    """Whether nothing may refer to a round's groups, and what is made of them, once it is over."""
 
     def __init__(self, state: State, options: Options, link: Link | None) -> None:
         self._state = state
@@ -113,25 +117,44 @@ class Session:
         """
         refuse_groups_from_outside()
         self._refuse_second_call()
-        go = self._stand_by() if os.environ.get("RDZV_ROUND") == STANDBY else None
+        go = self._stand_by()
         while True:
             value, over = self._one_round(call, go)
             if over is None:
                 Session.has_returned = True
                 return value
-            order = self.park(over)
-            if not isinstance(order, Go):
-                over.groups.close()
-            if isinstance(order, Release):
-                raise over.error from _RaisedInRoundError(over.text)
-            if order is None:
-                raise SystemExit("the runner of this worker is gone, so there is no next round")
-            _enter(order)
-            go = order
+            go = self._next(over)
             del over  # It holds references to the groups of the round that is over.
 
-    def _stand_by(self) -> Go:
-        """Park before the first round, as this process was started before its node has a seat."""
+    def reconfigure(self, error: BaseException | None, step: int) -> Round:
+        """Leave the present round, if any, for this error; return in the next one."""
+        go = self._stand_by()
+        while True:
+            if error is not None:
+                over = self._over(error)
+                self._sealing.step = step or None
+                go = self._next(over)
+                del over
+            try:
+                return self._begin(go)
+            except (RoundOver, Exception) as failure:
+                error, step = failure, self._sealing.step or step
+
+    def _next(self, over: Over) -> Go:
+        """Park, and wait for the next round; raise if there is none."""
+        order = self.park(over)
+        if isinstance(order, Go):
+            _enter(order)
+            return order
+        over.groups.close()
+        if order is None:
+            raise SystemExit("the runner of this worker is gone, so there is no next round")
+        raise over.error from _RaisedInRoundError(over.text)
+
+    def _stand_by(self) -> Go | None:
+        """Park before the first round, if this process was started before its node has a seat."""
+        if os.environ.get("RDZV_ROUND") != STANDBY:
+            return None
         order: Go | Release | None = None
         if self._link is not None:
             self._link.parked(STANDBY_ROUND, [], **self._sealing.holds())
@@ -217,30 +240,39 @@ class Session:
             )
 
     def _one_round(self, call: Callable[[Round], Any], go: Go | None) -> tuple[Any, Over | None]:
-        # A standby's first round begins with an order, too.
-        round_ = self._round = round_of(os.environ, kept=self.groups is not None)
-        groups = self.groups = RoundGroups(round_, self._options, self._link, self.groups)
         object.__setattr__(self._state, "_session", self)
         try:
-            self._begin(round_, groups, go)
-            value = call(round_)
-            self._meet(groups)
-        except RoundOver as over:
-            if self._link is None or not (self._link.is_over() or self._awaited is over):
-                raise
-            return None, Over(round_, groups, over)
-        except Exception as error:
-            if not self._ends_the_round(error):
-                raise
-            return None, Over(round_, groups, error)
+            value = call(self._begin(go))
+            self._meet()
+        except (RoundOver, Exception) as error:
+            return None, self._over(error)
         finally:
             object.__setattr__(self._state, "_session", None)
             self._sealing.end_round()
-        atexit.register(free_groups, groups.watch())
-        groups.close()
+        self.close()
         return value, None
 
-    def _begin(self, round_: Round, groups: RoundGroups, go: Go | None) -> None:
+    def close(self) -> None:
+        """Destroy the groups of the last round."""
+        if self.groups is not None:
+            atexit.register(free_groups, self.groups.watch())
+            self.groups.close()
+
+    def _over(self, error: BaseException) -> Over:
+        """Return the end of the present round that has caused an error; raise any other error."""
+        assert self._round is not None and self.groups is not None
+        if isinstance(error, RoundOver):
+            ends = self._link is not None and (self._link.is_over() or self._awaited is error)
+        else:
+            ends = isinstance(error, Exception) and self._ends_the_round(error)
+        if not ends:
+            raise error
+        return Over(self._round, self.groups, error)
+
+    def _begin(self, go: Go | None) -> Round:
+        # A standby's first round begins with an order, too.
+        round_ = self._round = round_of(os.environ, kept=self.groups is not None)
+        groups = self.groups = RoundGroups(round_, self._options, self._link, self.groups)
         begun = time.monotonic()
         groups.open()
         ready = time.monotonic()
@@ -265,15 +297,20 @@ class Session:
                 is_unwatched=groups.is_unwatched,
                 not_loaded="; ".join(self._resuming.not_loaded)[:500] if self._resuming else "",
             )
+        self._round = replace(
+            round_, step=healed.step or 0, source=healed.source, all_kept=groups.all_kept
+        )
+        return self._round
 
     def _resume(self) -> Resuming:
         assert self._round is not None
         self._resuming = Resuming(self.snapshots.held, self._sealing, self._round)
         return self._resuming
 
-    def _meet(self, groups: RoundGroups) -> None:
+    def _meet(self) -> None:
         """Wait until all ranks have returned, because a rank that has left cannot repeat a step."""
-        if self._link is None or groups.store is None:
+        groups = self.groups
+        if self._link is None or groups is None or groups.store is None:
             return
         world_size = groups.round.world_size
         if groups.store.add("returned", 1) == world_size:
@@ -314,7 +351,8 @@ class Session:
         self._sealing.shards.take_out(self._sealing.step)
         watched = over.groups.watch()
         over.groups.close(keep=True)
-        over.groups.refuse_old(watched)
+        if self._refuses_old_groups:
+            over.groups.refuse_old(watched)
         wait_for_devices()
         for callback in self._state._on_park:
             callback(over.round)
@@ -395,9 +433,56 @@ def elastic(
             raise TypeError(
                 f"{function.__name__} was called with {type(state).__name__} in place of a State"
             )
-        session = Session(state, Options(backend, timeout), process_link())
-        held = weakref.ref(session)
-        os.register_at_fork(after_in_child=lambda: drop_in_child(held))
+        session = _started(state, Options(backend, timeout))
         return session.run(lambda round_: function(state, round_, *args, **kwargs))
 
     return run
+
+
+def _started(state: State, options: Options) -> Session:
+    session = Session(state, options, process_link())
+    held = weakref.ref(session)
+    os.register_at_fork(after_in_child=lambda: drop_in_child(held))
+    return session
+
+
+_reconfiguring: list[Session] = []
+
+
+def reconfigure(
+    error: BaseException | None = None, *, step: int = 0, timeout: timedelta | None = None
+) -> Round:
+    """Bring torch's default process group into the next round, and return that round.
+
+    This is the rendezvous that `torch.distributed._reconfigure` leaves to its caller, for a script
+    that uses nothing else of this library. The first call creates the group, with gloo and torch's
+    `timeout`. Each later one is given the exception with which the script has left the round, and
+    the number of steps that it has completed. It blocks until the next round: the group is the same
+    object then, with the ranks of `round`. Other groups that the script created are destroyed.
+
+    Neither parameters nor optimizers are touched. `round.source` is the rank to receive them from,
+    at `round.step`. If `round.all_kept`, all ranks have been in the round before, and
+    `DistributedDataParallel` made there can be used again; else all ranks make it anew.
+
+    Raises the given exception again if a lost peer has not caused it, and without rdzvrun; and
+    `UnsupportedError` if torch is older than 2.14. Source: torch/distributed/distributed_c10d.py.
+    """
+    if not can_reconfigure("gloo"):
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot reconfigure process groups: use torch 2.14 or "
+            "newer, without RDZV_RECONFIGURE=0, or @elastic"
+        )
+    if not _reconfiguring:
+        refuse_groups_from_outside()
+        if error is not None:
+            raise error
+        session = _started(State(), Options("gloo", timeout))
+        session._refuses_old_groups = False
+        _reconfiguring.append(session)
+        atexit.register(session.close)
+    elif error is None:
+        raise WorkerError(
+            "reconfigure() was called again without an exception: give it the one with which this "
+            "rank has left the round"
+        )
+    return _reconfiguring[0].reconfigure(error, step)
