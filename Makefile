@@ -76,7 +76,7 @@ TORCH_CURRENT ?= 2.14.1
 CURRENT := build/torch-$(TORCH_CURRENT)
 CURRENT_TESTS := tests/conformance/test_conformance.py tests/unit/worker tests/unit/agent/test_worker_hook.py \
   $(patsubst %,tests/integration/test_%.py,torchrun_plugin torchrun_handler torchrun_launches warm warm_restarts \
-  warm_store_host kept_workers kept_processes kept_shards kept_shards_in_process kept_shards_processes parking \
+  warm_store_host kept_workers kept_processes kept_shards kept_shards_in_process kept_shards_processes any_size parking \
   hangs hangs_of_torch reconfigured resumed_from_memory copied_snapshots snapshot_slots)
 
 $(CURRENT)/.ready: $(READY)

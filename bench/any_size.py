@@ -6,7 +6,8 @@ Five steps an epoch of a small model with dropout, batch norm and augmentation, 
 one process without a launcher, and once by rdzvrun on four nodes of one worker. Of these one is
 lost, a worker is killed and replaced, another node is lost, and two come. Global batches of 22
 samples, the last of 8, are cut into parts of at most 6. What is compared, for each step: samples,
-learning rate, and loss. The script fails if any differ, the losses by more than 1e-5.
+learning rate, and loss. The script fails if any differ, the losses by more than 1e-5. Also shown is
+what it costs to seed the generators, once for each sample and micro-batch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import timeit
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from measure import emit, end_on_sigterm, say_conditions
+
+from rdzv.worker.contents import derive_rng
 
 from cluster import QUICK_TORCH, Cluster, cluster  # isort: skip  (its path comes from measure)
 
@@ -106,6 +111,8 @@ def main() -> None:
     end_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="rdzv-bench-") as temporary:
         say_conditions("any_size", Path(temporary))
+        seed_us = min(timeit.repeat(partial(derive_rng, 1, 2, is_frequent=True), number=1000)) * 1e3
+        emit(f"any_size: {seed_us:.0f} us to seed", bench="any_size", case="seed", us=seed_us)
         alone = Path(temporary) / "alone"
         alone.mkdir()
         with (alone / "stdout").open("w") as out:
