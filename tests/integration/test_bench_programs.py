@@ -25,6 +25,7 @@ QUICK = {
 
 LONG = {
     "any_size": ("--epochs=12", "any_size: 60 steps with 4, 3, "),
+    "device": ("kept snapshot --rounds=1", '"kills": 1'),
     "goodput": ("--minutes=0.1 --every=2 --launchers=rdzvrun", '"failures": 1'),
     "hangs": ("--hangs=1 --limit=2 --nodes=1 --ranks=2", "| 1 |"),
     "hangs_cost": ("", "us an all-reduce"),
