@@ -203,7 +203,8 @@ class Server:
         return {n.node_id: n.state for n in (await self.status(rdzv_id)).nodes}
 
     async def listed(self) -> list[JobSummary]:
-        return [job async for job in self.driver.operations.each()]
+        summary = self.driver.operations.summary
+        return [summary(job) async for job in self.driver.jobs.each() if job.membership.run]
 
     def state(self, rdzv_id: str) -> State:
         return self.driver.jobs.peek(rdzv_id) or State(

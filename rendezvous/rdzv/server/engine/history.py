@@ -54,7 +54,7 @@ class History:
 
         Does nothing if the job is not loaded.
         """
-        job = self._driver.jobs.get(rdzv_id)
+        job = self._driver.jobs.in_memory.get(rdzv_id)
         if job is not None and job.loaded is not None:
             run = job.loaded.membership.run
             rows = records(rdzv_id, run, events, self._driver.clock.now_ms())
@@ -63,7 +63,7 @@ class History:
 
     def published_of(self, rdzv_id: str) -> int:
         """Return how many rows a job in memory has had; its history is the same while this is."""
-        job = self._driver.jobs.get(rdzv_id)
+        job = self._driver.jobs.in_memory.get(rdzv_id)
         return job.published if job else 0
 
     async def append(self, rows: tuple[Record, ...]) -> None:
@@ -84,7 +84,7 @@ class History:
 
         `rdzv_id` may also be a name that no job can have, under which rows were appended.
         """
-        job = self._driver.jobs.get(rdzv_id)
+        job = self._driver.jobs.in_memory.get(rdzv_id)
         pending = job.pending if job else ()
         rows = await self._driver.store.history(rdzv_id, limit)
         return (*rows, *pending)[-limit:]

@@ -225,9 +225,6 @@ class Jobs:
 
     # ---------------------------------------------------------------- reading
 
-    def get(self, rdzv_id: str) -> Job | None:
-        return self.in_memory.get(rdzv_id)
-
     async def look(self, rdzv_id: str) -> State:
         """Return a job's current state without waiting for a commit in progress.
 

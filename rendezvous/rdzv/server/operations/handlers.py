@@ -89,10 +89,12 @@ class Server:
 
     async def summaries(self) -> AsyncGenerator[answers.JobSummary, None]:
         """Yield each job's line for lists, observed jobs last; other tasks run in between."""
-        async with aclosing(self.driver.operations.each()) as found:
-            number = 0
-            async for summary in found:
-                yield summary
+        operations, number = self.driver.operations, 0
+        async with aclosing(self.driver.jobs.each()) as states:
+            async for state in states:
+                # A job that was forgotten in the meantime is left out.
+                if state.membership.run:
+                    yield operations.summary(state)
                 number += 1
                 if number % SLICE == 0:
                     await asyncio.sleep(0)

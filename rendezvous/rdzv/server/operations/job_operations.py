@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from rdzv import errors
@@ -112,13 +111,6 @@ class JobOperations:
             raise errors.RendezvousConnectionError("this server no longer serves; ask again")
         finally:
             self.watching -= 1
-
-    async def each(self) -> AsyncGenerator[answers.JobSummary, None]:
-        async with aclosing(self._driver.jobs.each()) as states:
-            async for state in states:
-                # A job that was forgotten in the meantime is left out.
-                if state.membership.run:
-                    yield self.summary(state)
 
     async def history(self, rdzv_id: str, limit: int) -> tuple[Record, ...]:
         await self.state(rdzv_id)
