@@ -197,6 +197,7 @@ class ElasticBatchSampler:
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.seed = state["seed"]
+        self._current = None
         self._yielded.clear()
 
     @property
