@@ -89,13 +89,6 @@ class Found:
     """Whether another node saved it. A copy is used only if no rank holds the original."""
 
     @property
-    def mark(self) -> Mark:
-        if isinstance(self.held, WholeStep):
-            # Lineages from different runs cannot be compared.
-            return self.header.mark._replace(lineage=self.held.written_ms)
-        return self.header.mark
-
-    @property
     def where(self) -> str:
         return f"in {self.held.folder}" if isinstance(self.held, WholeStep) else "in memory"
 
@@ -106,7 +99,8 @@ class Found:
         return self.header.bytes
 
     def belongs_to(self, mark: Mark) -> bool:
-        return self.mark == mark if self.header.shards else self.mark.time == mark.time
+        mine = self.header.mark
+        return mine == mark if self.header.shards else mine.time == mark.time
 
 
 class Resuming:
@@ -196,7 +190,11 @@ class Resuming:
     def _load(self, store: Store, name: str, found: Sequence[Found]) -> bool:
         begun = time.monotonic()
         for attempt in itertools.count():
-            mine = [(one.mark, one.header.shard, one.is_copy) for one in found if one.header.shards]
+            mine = [
+                (one.header.mark, one.header.shard, one.is_copy)
+                for one in found
+                if one.header.shards
+            ]
             said = exchange(store, self._round, f"{name}/{attempt}", mine)
             held = [[(Mark(*mark), shard, is_copy) for mark, shard, is_copy in one] for one in said]
             newest = newest_whole((of, shard) for of, shard, _ in itertools.chain(*held))

@@ -42,7 +42,7 @@ FORMAT = 2
 
 _MANIFEST, _METADATA = "manifest.json", ".metadata"
 _LOADED = "loaded."
-_COMMON = ("step", "lineage", "shards", "world_size", "state", "part")
+_COMMON = ("step", "shards", "world_size", "state", "part")
 """The fields that are equal in all of a step's parts."""
 _STEP = re.compile(r"step-\d{9,}\.[\w-]+\.\d+")
 _ABANDONED_S = 60.0
@@ -59,13 +59,12 @@ class WholeStep:
     """A step for which all parts are on disk."""
 
     folder: Path
-    written_ms: int
-    """When the step became whole. The newest step is the one written last, not the one with the
-    highest number.
-    """
     run: str
     header: Header
-    """The fields common to all parts; `shard` and `rank` are 0."""
+    """The fields common to all parts; `shard` and `rank` are 0. The lineage is when the step became
+    whole: those of different runs cannot be compared, and the newest step is the one written last,
+    not the one with the highest number.
+    """
     ranks_differ: bool
     """Whether tensors that are not sharded differ between parts (local experts), so that only the
     ranks that saved them can load them.
@@ -130,7 +129,7 @@ def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> lis
     except OSError as error:
         if say is not None:
             say(f"cannot look for snapshots in {folder}: {error.strerror}")
-    return sorted(found, key=lambda one: (one.written_ms, one.header.step))
+    return sorted(found, key=lambda one: one.header.mark.time)
 
 
 def whole_step(folder: Path) -> WholeStep:
@@ -138,10 +137,10 @@ def whole_step(folder: Path) -> WholeStep:
     said = json.loads((folder / _MANIFEST).read_text())
     if said["format"] != FORMAT:
         raise ValueError(f"format {said['format']} is not {FORMAT}, which this version reads")
-    header = Header(shard=0, rank=0, **{name: said[name] for name in _COMMON})
+    common = {name: said[name] for name in _COMMON}
+    header = Header(shard=0, rank=0, lineage=int(said["written_ms"]), **common)
     files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
-    written_ms, run = int(said["written_ms"]), str(said["run"])
-    return WholeStep(folder, written_ms, run, header, bool(said["ranks_differ"]), files)
+    return WholeStep(folder, str(said["run"]), header, bool(said["ranks_differ"]), files)
 
 
 class StepWriter:
