@@ -11,8 +11,9 @@ before, and no more memory; in the end all losses are compared with those of an 
 * stopped: a rank gets SIGSTOP; it alone is replaced, once --hang-timeout is over;
 * stuck: a rank waits in the kernel, in D state, for a file server that does not answer, and
   survives SIGKILL: its node is given up, and the others stay;
-* lost: a node and everything on it is killed, and comes back; spare: another one takes its place.
-  The workers of the other nodes stay, and no restart is spent;
+* lost: a node and everything on it is killed, and comes back; spare: another one takes its place,
+  with hot standbys; cold: likewise, without. The workers of the other nodes stay, and no restart is
+  spent;
 * scale: an operator adds a third node, and removes it again: all others stay;
 * source: a worker is replaced, and the rank that heals it dies meanwhile: no round begins with
   ranks of several states.
@@ -283,13 +284,24 @@ def lost(found: Found, place: Place) -> None:
 
 
 def spare(found: Found, place: Place) -> None:
-    """A node is lost, and another one takes its place."""
-    with place.job() as job:
+    """A node is lost, and another one takes its place, whose workers wait for that."""
+    _replaced(found, place, "hot")
+
+
+def cold(found: Found, place: Place) -> None:
+    """A node is lost, and another one takes its place, which has a zygote and no workers."""
+    _replaced(found, place, "cold")
+
+
+def _replaced(found: Found, place: Place, standby: str) -> None:
+    with place.job(f"--standby={standby}") as job:
         goes = "n3"
         for number in range(found.wanted):
             comes = f"n{4 + number}"
             job.warmed(job.start([comes], "3"))
             job.until(f"{comes} waits", lambda: job.node_state(comes) in WAITS)  # noqa: B023
+            if standby == "hot":
+                job.until("its workers wait", lambda: job.has_standby(comes), START_S)  # noqa: B023
             settle(job, 1.1)
             before, last = of_nodes(job.workers, NAMES[:2]), job.round
             since_s = time.monotonic()
@@ -314,6 +326,7 @@ def scale(found: Found, place: Place) -> None:
         job.warmed(job.start(["n3"], "2"))
         job.until("n3 waits", lambda: job.node_state("n3") in WAITS)
         for _ in range(found.wanted):
+            job.until("its workers wait", lambda: job.has_standby("n3"), START_S)
             settle(job, 1.1)
             before = dict(job.workers)
             since_s = job.scale(3)
@@ -354,6 +367,7 @@ CASES: dict[str, tuple[Callable[[Found, Place], None], int]] = {
     "stuck": (stuck, 2),
     "lost": (lost, 6),
     "spare": (spare, 4),
+    "cold": (cold, 4),
     "scale": (scale, 4),
     "source": (source, 100),
 }

@@ -238,6 +238,11 @@ class KeptJob:
         """Return how the server sees a node; empty if it does not know it."""
         return next((n.state for n in self.made.status().nodes if n.node_id == name), "")
 
+    def has_standby(self, name: str) -> bool:
+        """Return whether the workers of a waiting node are parked before their first round."""
+        found = next((n.standby for n in self.made.status().nodes if n.node_id == name), None)
+        return found is not None and found.state == "ready"
+
     def scale(self, nodes: int) -> float:
         """Change the number of nodes as an operator; return when."""
         run = self.made.status().run

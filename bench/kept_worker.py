@@ -160,7 +160,8 @@ def train(state: State, round_: Round) -> None:
 def main() -> None:
     """Train."""
     threading.Thread(target=end_with_the_bench, name="lifeline", daemon=True).start()
-    rank = int(os.environ["RANK"])
+    # A standby has none yet. All it makes here is replaced by what its first round begins with.
+    rank = -1 if os.environ["RANK"] == "standby" else int(os.environ["RANK"])
     SEEDS.update(
         (step, seed)
         for of, step, seed in json.loads(os.environ.get("KEPT_SEEDS", "[]"))
@@ -168,8 +169,8 @@ def main() -> None:
     )
     die_while_healing()
     random.seed(rank)
-    np.random.seed(rank)
-    state = kept_training.make_state(rank)
+    np.random.seed(rank % 1000)
+    state = kept_training.make_state(rank % 1000)
     # After a resize the rest of an epoch may be one sample per rank, which batch norm refuses.
     state.sampler.drop_tail = True
 

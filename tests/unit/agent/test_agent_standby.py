@@ -22,6 +22,7 @@ from tests.unit.agent.test_agent_machine import (
     RUNNER_LOST,
     Node,
     closed,
+    ended,
     line,
     signalled,
 )
@@ -120,6 +121,17 @@ def test_outdated_ones_end_and_new_ones_start(news: Joined) -> None:
     assert isinstance(say, SayJoin)
     assert say.standby == NO_STANDBY
     assert node.hear(news)[0] == StartStandby(news.script)
+
+
+def test_workers_that_a_round_has_left_behind_make_room_for_standbys() -> None:
+    node = waiting()
+    node.hear(line())
+    node.hear(ended(), events.WorkersGone(0, kept=PARKED))
+    assert node.state.kept == PARKED
+    assert node.hear(joined("")) == []
+    assert node.hear(joined()) == [EndKept(HOT.failure_stop_timeout_ms)]
+    node.hear(events.KeptGone())
+    assert node.hear(joined())[0] == StartStandby("abc")
 
 
 def test_a_round_of_new_processes_takes_none_that_were_started_before() -> None:

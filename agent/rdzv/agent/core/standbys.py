@@ -37,6 +37,9 @@ def note_joined(work: Work, joined: messages.Joined) -> None:
         end_kept(work)
         return
     if state.kept:
+        # Others have gone on without them, so no later round can keep them.
+        if has_hot_standby(state.job):
+            end_kept(work)
         return
     standby = Standby(StandbyState.STARTING)
     if not has_hot_standby(state.job):
