@@ -7,16 +7,31 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import JOB, Cluster, Node, alive
+from cluster import JOB, Cluster, Node, alive, cluster_without_server
+from test_agent_restart import Nodes
 from test_kept_processes import WORKER, pids, start
 
 from rdzv.core.model import Standby, StandbyState
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(name="d")
+def _daemons(tmp_path: Path) -> Iterator[Nodes]:
+    with cluster_without_server(tmp_path) as made:
+        config = tmp_path / "rdzvd.toml"
+        # Long, so that an agent that starts slowly on a busy machine is not given up meanwhile.
+        config.write_text('[lease]\nduration = "60 s"\nlongest = "60 s"\n')
+        made.start_server("--config", str(config))
+        try:
+            yield Nodes(made)
+        finally:
+            made.kill_adopted()
 
 
 def spare(c: Cluster, *options: str, does: tuple[str, ...] = ("elastic",)) -> list[Node]:
@@ -162,6 +177,26 @@ def test_an_operators_restart_starts_standbys_anew(c: Cluster) -> None:
 
     c.wait_until("the standbys are new", renewed)
     assert lose(c, n1, 2) == hot(c, "n2")
+
+
+def test_standbys_that_an_agent_was_starting_are_taken_over_by_the_next(d: Nodes) -> None:
+    c, file = d.cluster, d.cluster.folder / "unready"
+    file.touch()
+    d.agents["n1"] = d.start("n1")
+    size = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5")
+    d.submit("job", *size, WORKER, "elastic", f"slow:{file}")
+    c.wait_for_round(0, workers=1)
+    d.agents["n2"] = d.start("n2")
+    wait_for(c, StandbyState.STARTING)
+    (first,) = c.wait_until("it runs", d.agents["n2"].workers)
+    for _ in range(2):
+        d.kill("n2")
+        d.come_back("n2")
+    assert alive(first)
+    file.unlink()
+    assert first in pids(c.wait_for_round(1, workers=2))
+    c.wait_until("all have said so", lambda: c.status().hot is not None)
+    assert (c.status().kept, c.status().hot) == (1, 1)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drain", "success"])

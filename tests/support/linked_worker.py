@@ -15,6 +15,7 @@ It runs by path, with the standard library alone. Arguments are what it does bes
     elastic          it says so as if it had entered a function under @elastic; without a rank, it
                      parks before its first round
     unready:FILE     without a rank, it fails while that file exists
+    slow:FILE        without a rank, it parks once that file is gone
     stays            it ignores SIGTERM
     saves:BYTES      it asks for slots of that size, prints what is in them, writes its pid into the
                      first, and says that it has saved a snapshot; it reports its step as progress
@@ -133,6 +134,8 @@ class Worker:
             file = option("unready")
             if file and Path(file).exists():
                 raise ValueError("no standby today")
+            while (slow := option("slow")) and Path(slow).exists():
+                time.sleep(0.01)
             self.park()
         else:
             self.begin()

@@ -154,6 +154,10 @@ def test_one_that_ends_ends_the_others() -> None:
     (say,) = node.hear(events.KeptGone())
     assert isinstance(say, SayJoin)
     assert say.standby == Standby(why="local_rank 1 had parked, and ended with signal 9")
+    assert node.hear(joined()) == []
+    assert len(node.wait(60_000)) == 1  # A join, which is answered so:
+    assert node.hear(joined())[0] == StartStandby("abc")
+    assert not any(isinstance(one, SayJoin) for one in node.wait(600_000))
 
 
 @pytest.mark.parametrize("begin", [starting, ready])

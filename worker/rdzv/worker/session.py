@@ -157,7 +157,8 @@ class Session:
             return None
         order: Go | Release | None = None
         if self._link is not None:
-            self._link.parked(STANDBY_ROUND, [], **self._sealing.holds())
+            used = _gpu_bytes()
+            self._link.parked(STANDBY_ROUND, [], gpu_bytes=used, **self._sealing.holds())
             order = self._link.wait_for_order()
         if not isinstance(order, Go):
             raise SystemExit("the runner of this standby worker is gone, so it gets no round")
@@ -398,6 +399,13 @@ def wait_for_devices() -> None:
         for index in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(index):
                 torch.cuda.synchronize(index)
+
+
+def _gpu_bytes() -> int:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _ms(seconds: float) -> int:

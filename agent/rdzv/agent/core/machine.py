@@ -528,6 +528,9 @@ def _check_deadlines(work: Work) -> None:
     due_ms = _resume_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         _suspect_waiting(work)
+    due_ms = standbys.again_due_ms(work.state)
+    if due_ms is not None and work.now_ms >= due_ms:
+        standbys.begin_again(work)
     due_ms = server_contact.server_due_ms(work.state)
     if due_ms is not None and work.now_ms >= due_ms:
         finish(work, server_contact.without_server(work.state))
@@ -547,5 +550,6 @@ def _wake_at_ms(state: AgentState) -> int | None:
         drain_notice.notice_due_ms(state),
         _park_due_ms(state),
         _resume_due_ms(state),
+        standbys.again_due_ms(state),
     )
     return min((due_ms for due_ms in due if due_ms is not None), default=None)

@@ -141,6 +141,8 @@ class AgentState:
     """The workers that were started in advance. Once they are ready, these are the parked ones."""
     standby_of: tuple[str, int] = ("", 0)
     """`script` and `renewed` of the `Joined` for which they were started."""
+    standby_again_ms: int | None = None
+    """When they are started again, after one that had parked has ended."""
     resuming: tuple[KeptWorker, ...] = ()
     """Kept workers that have not continued in this round yet: they may wait for others."""
     resume_due_ms: int = 0

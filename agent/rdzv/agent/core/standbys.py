@@ -16,6 +16,8 @@ from rdzv.core.model import NO_STANDBY, Assignment, Standby, StandbyState
 from rdzv.structs import replace
 
 HOT = "hot"
+AGAIN_MS = 60_000
+"""How long after the end of one that had parked they are started again."""
 
 
 def has_hot_standby(job: JobTerms) -> bool:
@@ -66,8 +68,20 @@ def note_exit(work: Work, event: events.KeptExited) -> None:
     """End the others of a standby that has lost one of its workers."""
     how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
     why = f"local_rank {event.local_rank} had parked, and ended with {how}"
-    work.state = replace(work.state, standby=Standby(why=why))
+    again_ms = work.now_ms + AGAIN_MS
+    work.state = replace(work.state, standby=Standby(why=why), standby_again_ms=again_ms)
     end_kept(work)
+
+
+def again_due_ms(state: AgentState) -> int | None:
+    waits = state.phase is Phase.JOINING and not state.has_workers and not state.is_ending
+    return state.standby_again_ms if waits else None
+
+
+def begin_again(work: Work) -> None:
+    """Ask for the `Joined` with which they are started."""
+    work.state = replace(work.state, standby_of=("", 0), standby_again_ms=None)
+    work.do(rejoin(work.state))
 
 
 def seated(state: AgentState, assignment: Assignment) -> Standby:

@@ -193,7 +193,7 @@ class JobDriver:
         if state.ending_kept:
             self._do(commands.EndKept(state.job.failure_stop_timeout_ms))
         elif state.standby.state is StandbyState.STARTING:
-            self.standby.resume()
+            self.standby.begin(state.standby_of[0])
         if assignment is None or state.workers_gone:
             return
         if state.phase is Phase.RUNNING and hello.last_round != assignment.round:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,19 +52,10 @@ class StandbyWorkers:
         self.zygote_settled.set()
 
     def begin(self, script: str) -> None:
-        """Start them, unless this node has another script."""
-        self._asked = False
-        self._begin(self._run(script))
-
-    def resume(self) -> None:
-        """Take over those that a previous agent has started if they are parked, or end them."""
-        self._asked = True
-        self._begin(self._await_parked())
-        self._stop("")
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        """Start them, unless this node has another script, or take over those of another agent."""
         self._over, self._kept, self._outputs, self._why = asyncio.Event(), (), (), None
-        self._task = self._job.tasks.start(work, f"standbys of {self._job.rdzv_id}")
+        self._asked = False
+        self._task = self._job.tasks.start(self._run(script), f"standbys of {self._job.rdzv_id}")
 
     def cancel(self) -> None:
         """Do not start any that the runner was not asked for yet."""
@@ -102,9 +93,6 @@ class StandbyWorkers:
         self._asked, self._memory_kills = True, count_memory_kills()
         began_s = time.monotonic()
         job.runner.start_workers(STANDBY, workers, KeepSpec((), None, None))
-        await self._await_parked(began_s)
-
-    async def _await_parked(self, began_s: float | None = None) -> None:
         try:
             async with asyncio.timeout(START_WITHIN_S):
                 await self._over.wait()
@@ -116,9 +104,8 @@ class StandbyWorkers:
             self._note_cold(self._why or "")
             return
         self._settle(Standby(StandbyState.READY))
-        took = "" if began_s is None else f" after {time.monotonic() - began_s:.1f} s"
-        log.info("%s: standby: ready%s", self._job.rdzv_id, took)
-        self._job.tasks.start(self._measure(self._kept), f"standbys of {self._job.rdzv_id}")
+        log.info("%s: standby: ready after %.1f s", job.rdzv_id, time.monotonic() - began_s)
+        job.tasks.start(self._measure(self._kept), f"standbys of {job.rdzv_id}")
 
     async def _measure(self, kept: tuple[KeptWorker, ...]) -> None:
         """Find out what the standbys cost while they wait."""

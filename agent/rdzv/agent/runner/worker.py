@@ -7,8 +7,9 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
     suspect  {round, message, traceback}             a collective has failed; it is about to park
     stuck    {round, place}                          it cannot park: gloo has lost an operation
     parked   {round, step, torn, shard, shards, oldest_step, connections}
-                                                     it has left its round and is waiting; or, in
-                                                     the round `STANDBY`, it waits for its first
+                                                     it has left its round and is waiting; in the
+                                                     round `STANDBY` it waits for its first, and
+                                                     says `gpu_bytes`: the memory in use on its GPU
     resumed  {round, step, source, healed, init_ms, heal_ms, is_unwatched,
             not_loaded}
                                                      it continues in a new round
@@ -97,6 +98,7 @@ class Parked:
     torn: bool = False
     oldest_step: Number | None = None
     connections: tuple[tuple[str, int], ...] = ()
+    gpu_bytes: Number = 0
 
     def __post_init__(self) -> None:
         if not self.shard < self.shards <= MAX_SHARDS:
@@ -253,6 +255,8 @@ class Worker:
         assert self.parked is not None
         fields = asdict(self.parked)
         del fields["connections"]
+        if not self.parked.gpu_bytes:
+            del fields["gpu_bytes"]
         return {"local_rank": self.local_rank, "pid": self.pid, **fields}
 
     def connected_to(self) -> str:

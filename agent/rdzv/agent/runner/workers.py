@@ -189,17 +189,23 @@ class Workers:
     # ------------------------------------------------------------------ starting
 
     def start(self, request: StartWorkers) -> None:
+        is_standby = request.round == STANDBY
+        if is_standby and self.round is None and self.parked.waiting():
+            self._emit_gone(STANDBY)  # Another agent has started them.
+            return
         if self.round is not None:
+            if is_standby and self.round.number == STANDBY:
+                return
             number = self.round.number
             raise RequestError(f"round {request.round} cannot start: {number} is not gone")
         keep, size = request.keep, len(request.workers)
         self.round = started = Round(self._runner, request.round, size, has_links=keep is not None)
-        if request.round != STANDBY:
+        if not is_standby:
             self.last_round = request.round
         self._runner.fence.check()
         if started.fenced:
             return
-        if request.round != STANDBY:
+        if not is_standby:
             step = None if keep is None or keep.source is None else keep.step
             self._runner.slots.begin_round(step)
         self._runner.forks.restarts.begin_round(len(request.workers))
