@@ -133,6 +133,13 @@ class Worker:
             time.sleep(0.01)
         raise AssertionError(f"no line {what} {fields} within {deadline_s} s: {self.text()}")
 
+    def wait_text(self, text: str) -> None:
+        """Wait for any output, which may be of the library."""
+        end = time.monotonic() + DEADLINE_S
+        while text not in self.text():
+            assert time.monotonic() < end, f"no {text!r} within {DEADLINE_S} s: {self.text()}"
+            time.sleep(0.01)
+
     def exit_code(self, deadline_s: float = DEADLINE_S) -> int | None:
         """Wait for the end of the process."""
         self.process.join(deadline_s)
