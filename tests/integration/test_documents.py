@@ -135,6 +135,7 @@ STORIES = {
         left_out=(("rdzvrun --warm=torch,transformers", FRAGMENT),),
         shows=("step 40",),
     ),
+    "standby.md": Story(left_out=(("rdzvrun", FRAGMENT),)),
     "hangs.md": Story(
         before=NODES,
         changed=((r"\bJOB\b", "night"),),

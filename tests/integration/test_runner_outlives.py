@@ -223,7 +223,9 @@ async def test_an_agent_that_does_not_know_its_version_leaves_it_and_its_time_ru
     (pid,) = await node.start(0, node.spec("sleep", "1000"))
     await node.lose_agent()
     monkeypatch.setattr(found_runner, "PROTOCOL_VERSION", 0)
-    with pytest.raises(NotAdoptableError, match="speaks version 4 of the runner's protocol, and"):
+    with pytest.raises(
+        NotAdoptableError, match=r"speaks version \d+ of the runner's protocol, and"
+    ):
         await node.find()
     await node.gone()
     assert state_of(pid) == ""

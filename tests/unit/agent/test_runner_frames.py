@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,3 +90,20 @@ def _sent(value: Any) -> Any:
 
 def test_the_examples_hold() -> None:
     assert doctest.testmod(requests).failed == 0
+
+
+RECORDED = Path(__file__).parent.parent / "golden/runner/requests.txt"
+
+
+def test_other_requests_have_another_version(pytestconfig: pytest.Config) -> None:
+    """An agent adopts a runner of its own version, so one version has one form of each request."""
+    kinds = {kind for kind in vars(requests).values() if is_dataclass(kind)}
+    lines = [f"version {requests.PROTOCOL_VERSION}"]
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
+        lines.append(
+            " ".join((requests.type_of(kind), *(f"{f.name}: {f.type}" for f in fields(kind))))
+        )
+    text = "\n".join(lines) + "\n"
+    if pytestconfig.getoption("--rewrite"):
+        RECORDED.write_text(text)
+    assert RECORDED.read_text() == text, "raise PROTOCOL_VERSION, then --rewrite"

@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """The version of the requests, the events and the state that runners keep for the next agent.
 
 An agent adopts only runners of its own version.
