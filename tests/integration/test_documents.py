@@ -135,7 +135,9 @@ STORIES = {
         left_out=(("rdzvrun --warm=torch,transformers", FRAGMENT),),
         shows=("step 40",),
     ),
-    "standby.md": Story(left_out=(("rdzvrun", FRAGMENT),)),
+    "standby.md": Story(
+        left_out=(("rdzvrun", FRAGMENT), ("$ rdzvctl", "test_standby_workers.py looks at it")),
+    ),
     "hangs.md": Story(
         before=NODES,
         changed=((r"\bJOB\b", "night"),),
