@@ -10,6 +10,7 @@ Exits with 0 if all end as they should; anything else that happens is written to
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import os
@@ -36,6 +37,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 ENDPOINT, FOLDER = sys.argv[1], Path(sys.argv[2])
 PATIENCE_S = 60.0
+HANGS_S = 200.0
+"""After this time stderr says in which story this process hangs, and it ends."""
+
+faulthandler.dump_traceback_later(HANGS_S, exit=True)
 
 _numbers = itertools.count()
 
