@@ -76,7 +76,7 @@ TARGETS = (
     "agent/rdzv/agent/server_link/inbox.py",
     "agent/rdzv/agent/server_link/link.py",
     "agent/rdzv/agent/server_link/outbox.py",
-    "agent/rdzv/agent/server_link/standby.py",
+    "agent/rdzv/agent/server_link/next_server.py",
     "agent/rdzv/agent/job_programs/store_host.py",
     "agent/rdzv/agent/workers/worker_group.py",
     "agent/rdzv/agent/job_programs/zygote.py",

@@ -317,12 +317,12 @@ async def test_a_node_goes_to_a_standby_it_is_told(
 ) -> None:
     async with connected(server, job, lease_ms=1) as (link, talk):
         await talk.say(servers=pb.Servers(addresses=[str(standby.endpoint)]))
-        await until(lambda: link.standby.connected)
+        await until(lambda: link.next_server.connected)
         # Only a connection: that server has no call.
         assert standby.talks.empty()
         talk.end(grpc.StatusCode.UNAVAILABLE)
         await standby.greet(leadership=2)
-        assert not link.standby.connected
+        assert not link.next_server.connected
 
 
 async def test_a_standby_that_points_wrong_does_no_harm(server: Server, standby: Server) -> None:

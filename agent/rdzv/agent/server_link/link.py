@@ -27,9 +27,9 @@ from rdzv.agent.output.worker_log_reader import WorkerLogReader
 from rdzv.agent.server_link import encoding, inbox
 from rdzv.agent.server_link.connection_log import ConnectionLog
 from rdzv.agent.server_link.inbox import JobPort, PlacementPort
+from rdzv.agent.server_link.next_server import NextServer
 from rdzv.agent.server_link.node_drain import NodeDrain
 from rdzv.agent.server_link.outbox import HEARTBEATS_PER_FENCE, Call, FenceProofs, Outbox
-from rdzv.agent.server_link.standby import Standby
 from rdzv.core.commands import Decline
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for, check_fence
 from rdzv.errors import (
@@ -94,7 +94,7 @@ class ServerLink:
         self._attempts = node_stream.Attempts(endpoints, backoff)
         self._credentials = credentials
         self._options = options
-        self.standby = Standby(credentials, options)
+        self.next_server = NextServer(credentials, options)
         """The connection kept open to the server that would take over next."""
         self.identity = identity
         self.address = identity.address
@@ -237,7 +237,7 @@ class ServerLink:
         try:
             await self._keep_stream()
         finally:
-            await self.standby.close()
+            await self.next_server.close()
 
     async def _keep_stream(self) -> None:
         while not self._closing.is_set():
@@ -283,7 +283,7 @@ class ServerLink:
     async def _converse(self, endpoint: Endpoint) -> RendezvousError:
         """Keep a stream open, renewing it on request. Returns why the last one ended."""
         try:
-            opened = await self.standby.take(endpoint)
+            opened = await self.next_server.take(endpoint)
             opened = opened or self._credentials.aio_channel(endpoint, self._options)
         except InvalidRequestError as unusable:
             # The certificate may be about to be renewed.
@@ -407,7 +407,7 @@ class ServerLink:
         if servers:
             # Thousands of nodes receive this at the same time. The lease, which grows with their
             # number, spreads their connections over time.
-            await self.standby.keep(self._attempts.rota.next, self.tolerated_ms / 1000)
+            await self.next_server.keep(self._attempts.rota.next, self.tolerated_ms / 1000)
 
     def _take_lease(self, lease_ms: int, heartbeat_interval_ms: int) -> None:
         self.lease_ms = self._last_lease_ms = lease_ms

@@ -17,7 +17,7 @@ from rdzv.transport.channels import Credentials
 from rdzv.transport.endpoints import Endpoint
 
 
-class Standby:
+class NextServer:
     """Keeps at most one channel open. Nothing is sent on the channel until it is taken."""
 
     def __init__(self, credentials: Credentials, options: Sequence[tuple[str, int]]) -> None:
