@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from kept_workers import World, world
+from kept_workers import FakeLink, World, world
 
-from rdzv.worker.cutting import RoundCut
 from rdzv.worker.groups import Options, RoundGroups, can_reconfigure
 from rdzv.worker.rounds import round_of
 
@@ -130,21 +129,6 @@ def test_torchs_own_example_holds() -> None:
         dist.destroy_process_group()
 
 
-class Link:
-    """A link whose runner says nothing but that rounds are over."""
-
-    holds_connections = False
-
-    def begin(self, number: int, cut: RoundCut) -> None:
-        pass
-
-    def is_over(self) -> bool:
-        return True
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_group_that_is_refused_a_round_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +137,7 @@ def test_a_group_that_is_refused_a_round_is_made_anew(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    link: Any = Link()
+    link: Any = FakeLink()
 
     def opened(number: int, former: RoundGroups | None) -> RoundGroups:
         round_ = round_of({"RANK": "0", "WORLD_SIZE": "1", "RDZV_ROUND": str(number)})

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from kept_workers import FakeLink
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -39,7 +40,7 @@ from rdzv.worker import (
     session,
 )
 from rdzv.worker.contents import Contents
-from rdzv.worker.cutting import NcclCut, RoundCut, recording_store
+from rdzv.worker.cutting import NcclCut, recording_store
 from rdzv.worker.groups import Options, RoundGroups
 from rdzv.worker.rounds import follows_from_cut, is_suspect, round_of
 from rdzv.worker.sealing import Sealing
@@ -315,21 +316,6 @@ def test_a_group_of_gloo_alone_is_not_aborted() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     NcclCut().cut()
     assert dist.is_initialized()
-
-
-class FakeLink:
-    """A link whose runner says nothing but that rounds are over, and holds no connections."""
-
-    holds_connections = False
-
-    def begin(self, number: int, cut: RoundCut) -> None:
-        pass
-
-    def is_over(self) -> bool:
-        return True
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("link", [None, FakeLink()])

@@ -15,16 +15,21 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.support.whole_lines import whole_lines
+
+if TYPE_CHECKING:
+    from rdzv.worker.cutting import RoundCut
+
+T = TypeVar("T")
 
 DEADLINE_S = 100.0
 _forks = multiprocessing.get_context("forkserver")
@@ -59,6 +64,21 @@ def run_worker(
         os.environ["RDZV_WORKER_LINK"] = str(link.detach())
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module or "kept_training"), name)(**args)
+
+
+class FakeLink:
+    """A link whose runner says nothing but that rounds are over, and holds no connections."""
+
+    holds_connections = False
+
+    def begin(self, number: int, cut: RoundCut) -> None:
+        pass
+
+    def is_over(self) -> bool:
+        return True
+
+    def end(self) -> None:
+        pass
 
 
 @dataclass
@@ -125,20 +145,24 @@ class Worker:
 
     def wait_line(self, what: str, deadline_s: float = DEADLINE_S, **fields: Any) -> dict[str, Any]:
         """Wait for a printed line."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            for row in self.lines(what):
-                if fields.items() <= row.items():
-                    return row
-            time.sleep(0.01)
-        raise AssertionError(f"no line {what} {fields} within {deadline_s} s: {self.text()}")
+
+        def printed() -> dict[str, Any] | None:
+            rows = (row for row in self.lines(what) if fields.items() <= row.items())
+            return next(rows, None)
+
+        return self._wait(printed, f"line {what} {fields}", deadline_s)
 
     def wait_text(self, text: str) -> None:
         """Wait for any output, which may be of the library."""
-        end = time.monotonic() + DEADLINE_S
-        while text not in self.text():
-            assert time.monotonic() < end, f"no {text!r} within {DEADLINE_S} s: {self.text()}"
+        self._wait(lambda: text in self.text() or None, repr(text), DEADLINE_S)
+
+    def _wait(self, look: Callable[[], T | None], what: str, deadline_s: float) -> T:
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            if (found := look()) is not None:
+                return found
             time.sleep(0.01)
+        raise AssertionError(f"no {what} within {deadline_s} s: {self.text()}")
 
     def exit_code(self, deadline_s: float = DEADLINE_S) -> int | None:
         """Wait for the end of the process."""
