@@ -431,6 +431,9 @@ def elastic(
 
     The function's result is returned once it has returned on all ranks. Its own exceptions are
     raised at once.
+
+    With three or more ranks, DDP reorders its buckets after the first step of each wrapper, so sums
+    differ in the last bits after each new round. With `find_unused_parameters=True` it does not.
     """
     if function is None:
         return functools.partial(elastic, backend=backend, timeout=timeout)
@@ -470,7 +473,9 @@ def reconfigure(
 
     Neither parameters nor optimizers are touched. `round.source` is the rank to receive them from,
     at `round.step`. If `round.all_kept`, all ranks have been in the round before, and
-    `DistributedDataParallel` made there can be used again; else all ranks make it anew.
+    `DistributedDataParallel` made there can be used again; else all ranks make it anew. A rank is
+    not kept if its step is more than one away from the others', and no rank is kept if rounds end
+    one after the other without a step. Call `dist.barrier()` before work that one rank does alone.
 
     Raises the given exception again if a lost peer has not caused it, and without rdzvrun; and
     `UnsupportedError` if torch is older than 2.14. Source: torch/distributed/distributed_c10d.py.
