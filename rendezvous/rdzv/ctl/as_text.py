@@ -24,6 +24,7 @@ from rdzv.view.answers import (
     JobStatus,
     JobSummary,
     LastFailure,
+    NodeLoss,
     NodeStatus,
     Submission,
     WorkerFailure,
@@ -130,8 +131,7 @@ def facts(job: JobStatus, page: Page) -> list[str]:
             "MASTER_ADDR": _of_round(_master(job), job),
             "workers": workers(job),
             "progress": progress(job) if job.progress else "",
-            "snapshots": snapshots(job),
-            "copies": after_loss_of_node(job),
+            **snapshots(job),
             "straggling": Cell(straggling(job), "yellow"),
         }
     )
@@ -240,37 +240,40 @@ def progress(job: JobStatus) -> str:
     return text
 
 
-def snapshots(job: JobStatus) -> str:
-    found = job.snapshot
-    if found is None:
-        return ""
-    parts = f", in {found.parts} parts" if found.parts > 1 else ""
-    text = f"step {found.step} became whole {duration(found.age_ms)} ago{parts}"
-    if found.lost_steps is not None:
-        text += f"; if all workers failed now, {counted(found.lost_steps, 'step')} would be redone"
-    held = [node for node in job.nodes if node.snapshots]
-    if held:
-        amount = size_text(sum(node.snapshot_bytes for node in held))
-        text += f"; {amount} on {counted(len(held), 'node')}"
-    return text
-
-
-def after_loss_of_node(job: JobStatus) -> str:
-    """Describe which snapshot in memory would survive a node's loss, and why no newer one would."""
+def snapshots(job: JobStatus) -> dict[str, str]:
+    """Describe the snapshots in memory by the three questions of docs/snapshots.md."""
     newest = job.snapshot
-    if newest is None or (loss := newest.node_loss) is None:
-        return ""
+    if newest is None:
+        return {}
+    whole = f"step {newest.step}, whole in memory for {duration(newest.age_ms)}"
+    if newest.parts > 1:
+        whole += f", in {newest.parts} parts"
+    if held := [node for node in job.nodes if node.snapshots]:
+        amount = size_text(sum(node.snapshot_bytes for node in held))
+        whole += f" ({amount} on {counted(len(held), 'node')})"
+    loss, costs = newest.node_loss, []
+    if newest.lost_steps is not None:
+        costs.append(f"{counted(newest.lost_steps, 'step')} if all workers fail")
+    if loss is not None and loss.lost_steps is not None:
+        lost = counted(loss.lost_steps, "step")
+        costs.append(f"at most {lost} if all workers fail and a node is lost")
+    return {
+        "newest step": whole,
+        "cost now": "; ".join(costs),
+        "survives": "" if loss is None else _survives(newest.step, loss),
+    }
+
+
+def _survives(newest: int, loss: NodeLoss) -> str:
     if loss.step is None:
-        text = "the loss of one node may leave nothing whole in memory"
+        text = "perhaps no step, if one node is lost"
     else:
-        text = f"step {loss.step} would survive the loss of any one node"
-        if loss.lost_steps is not None:
-            text += f", and at most {counted(loss.lost_steps, 'step')} would be redone"
+        text = f"step {loss.step}, if any one node is lost"
     if loss.sole_holders:
         names = ", ".join(f"{one.node_id} ({one.reason})" for one in loss.sole_holders)
         more = loss.sole_holder_count - len(loss.sole_holders)
         names += f" and {counted(more, 'other node')}" if more else ""
-        text += f"; step {newest.step} is whole only with {names}"
+        text += f"; step {newest} is whole only with {names}"
     return text
 
 

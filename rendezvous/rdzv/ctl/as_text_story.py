@@ -12,7 +12,7 @@ from rdzv.core.events import NodeLeft, NodeLost
 from rdzv.core.model import Cause
 from rdzv.core.words import counted, duration
 from rdzv.ctl import as_text_report
-from rdzv.ctl.as_text import after_loss_of_node, snapshots, state_cell
+from rdzv.ctl.as_text import snapshots, state_cell
 from rdzv.ctl.layout import Cell, Page, bold
 from rdzv.view.answers import ENDED, Event, JobStatus
 from rdzv.view.history import read
@@ -266,10 +266,7 @@ def _now(status: JobStatus, page: Page) -> list[str]:
         lines += page.sentence(_sentence(str(item)), indent=2)
     if more := len(items) - ITEMS_TOLD if len(items) > ITEMS_TOLD else 0:
         lines += page.sentence(f"And {more} more; `rdzvctl status --all` has them.", indent=2)
-    if held := snapshots(status):
-        lines += page.sentence(_sentence(f"  Snapshots in memory: {held}"))
-    if left := after_loss_of_node(status):
-        lines += page.sentence(_sentence(f"  Copies of them: {left}"))
+    lines += page.facts(snapshots(status))
     submission = status.submission
     if submission is not None and submission.jobs_before:
         before = counted(submission.jobs_before, "job")

@@ -18,20 +18,23 @@ function origins(of) {
   return counts.filter(([count]) => count).map(([count, how]) => `${count} ${how}`).join(", ");
 }
 
-/** Which snapshot of a job's state is in memory, and what a failure of all workers would cost now. */
+/** The snapshots in memory, by the three questions of docs/snapshots.md. */
 function snapshots(job) {
-  const { step, parts, age_ms, lost_steps } = job.snapshot;
+  const { step, parts, age_ms, lost_steps, node_loss: loss } = job.snapshot;
   const held = job.nodes.filter((node) => node.snapshots).length;
-  const text = [`step ${step} whole since ${moment(job.at - age_ms)}${parts > 1 ? `, in ${parts} parts` : ""}`];
-  if (lost_steps !== null) text.push(`a failure of all workers now costs ${counted(lost_steps, "step")}`);
-  if (held) text.push(`held on ${counted(held, "node")}`);
-  return text.join("; ");
+  const whole = `step ${step}, whole in memory since ${moment(job.at - age_ms)}${parts > 1 ? `, in ${parts} parts` : ""}`;
+  const costs = [];
+  if (lost_steps !== null) costs.push(`${counted(lost_steps, "step")} if all workers fail`);
+  if (loss && loss.lost_steps !== null) costs.push(`at most ${counted(loss.lost_steps, "step")} if all workers fail and a node is lost`);
+  return [
+    ["Newest step", held ? `${whole}, on ${counted(held, "node")}` : whole],
+    ...(costs.length ? [["Cost now", costs.join("; ")]] : []),
+    ...(loss ? [["Survives", survives(step, loss)]] : []),
+  ];
 }
 
-/** Which snapshot would be left if one node were lost now, and why. */
-function afterLossOfNode({ step: newest, node_loss: loss }) {
-  const text = [loss.step === null ? "the loss of one node may leave nothing whole in memory" : `step ${loss.step} would survive the loss of any one node`];
-  if (loss.lost_steps !== null) text[0] += `, and at most ${counted(loss.lost_steps, "step")} would be redone`;
+function survives(newest, loss) {
+  const text = [loss.step === null ? "perhaps no step, if one node is lost" : `step ${loss.step}, if any one node is lost`];
   const names = loss.sole_holders.map((one) => `${one.node_id} (${one.reason})`).join(", ");
   const more = loss.sole_holder_count - loss.sole_holders.length;
   if (names) text.push(`step ${newest} is whole only with ${names}${more ? ` and ${counted(more, "other node")}` : ""}`);
@@ -197,8 +200,7 @@ export class JobView {
       ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
       ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
       ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
-      ...(job.snapshot ? [["Snapshots in memory", snapshots(job)]] : []),
-      ...(job.snapshot?.node_loss ? [["Copies of them", afterLossOfNode(job.snapshot)]] : []),
+      ...(job.snapshot ? snapshots(job) : []),
       ...(job.stragglers.length ? [["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")]] : []),
       ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
       ["Run began", moment(job.at - job.run_age_ms)],
