@@ -6,6 +6,7 @@ and compared with it otherwise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,7 @@ import pytest
 from rdzv.core import commands
 from rdzv.core.model import JobSpec, LeaveCause, State
 from rdzv.core.rendezvous import COMMAND_RULES, step
-from rdzv.errors import RendezvousError
+from rdzv.errors import ERRORS, RendezvousError
 from rdzv.structs import replace
 from tests.support.builders import RUN, SETTINGS, Job, join, report
 
@@ -147,24 +148,36 @@ SUBMITTED_CASES: tuple[tuple[str, commands.Command], ...] = (
 HEAD = """\
 # The protocol of a job
 
-Every command that a job takes, tried in every phase of a job: the events that follow, or why it is
-refused or ignored. A refused command raises, and the node or operator gets the error. An ignored
-command is late, repeated, or from an instance that was replaced; it changes nothing. The job needs
-two to three nodes and has n1, n2 and n3; n1 has GROUP_RANK 0.
+What a job does with each command, in each of its phases. A cell shows one of these:
 
-`core/rendezvous.py` has the rule of each command (`COMMAND_RULES`) and the conditions, the files of
-`core/life` the refusals. A test makes this page, by `pytest tests/unit/core/test_protocol.py
---rewrite`.
+* **Events** (bold): the command takes effect. *noted*: it takes effect without an event.
+* *ignored*: the command is late, repeated, or from a former instance. It changes nothing, and nobody
+  gets an error.
+* *refused*: it changes nothing. The node or operator gets the error:
 
-The phases: *no run*; *joining*, n1 waits for others; *running*, a round is live; *round ended*, a
-worker of n3 has failed, no restart is left, and all workers are stopped; *being stopped*, by an
-operator; *ended*, all workers have exited 0.
+| error | means | the caller |
+|---|---|---|
+{errors}
+
+The example job needs two to three nodes. It has n1, n2 and n3; n1 has GROUP_RANK 0.
+
+| phase | of the example job |
+|---|---|
+| no run | nobody has joined yet |
+| joining | n1 waits for the others |
+| running | a round is live |
+| round ended | a worker of n3 has failed, no restart is left, the workers are stopping |
+| being stopped | an operator has stopped the job |
+| ended | all workers have exited with 0 |
+
+`core/rendezvous.py` has the rule of each command (`COMMAND_RULES`), `core/life` the refusals. A
+test writes this page: `pytest tests/unit/core/test_protocol.py --rewrite`.
 """
 HEAD_OF_SUBMITTED = """
 # Submitted runs
 
-The server chooses the nodes of these. *Queued*: none is chosen yet; *joining*: n1, n2 and n3 are
-chosen, and n1 has joined.
+The server chooses their nodes. *queued*: no node is chosen yet. *joining*: n1, n2 and n3 are chosen,
+and n1 has joined.
 """
 
 
@@ -203,8 +216,18 @@ def table(
                 yield f"| {words or 'any'} | {' | '.join(cells)} |"
 
 
+def meanings(tables: str) -> str:
+    """Write a row for each error of the tables, from its docstring."""
+    rows = []
+    for name in dict.fromkeys(re.findall(r"refused: (\w+)", tables)):
+        means, _, caller = (ERRORS[name].__doc__ or "").strip().partition(" The caller ")
+        rows.append(f"| `{name}` | {means.removesuffix('.')} | {caller.removesuffix('.')} |")
+    return "\n".join(sorted(rows))
+
+
 def test_the_page_shows_the_protocol_as_it_is(request: pytest.FixtureRequest) -> None:
-    lines = [HEAD, *table(PHASES, CASES), HEAD_OF_SUBMITTED, *table(SUBMITTED, SUBMITTED_CASES)]
+    tables = [*table(PHASES, CASES), HEAD_OF_SUBMITTED, *table(SUBMITTED, SUBMITTED_CASES)]
+    lines = [HEAD.format(errors=meanings("\n".join(tables))), *tables]
     text = "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
     if request.config.getoption("--rewrite"):
         PAGE.write_text(text)
