@@ -151,8 +151,8 @@ HEAD = """\
 What a job does with each command, in each of its phases. A cell shows one of these:
 
 * **Events** (bold): the command takes effect. *noted*: it takes effect without an event.
-* *ignored*: the command is late, repeated, or from a former instance. It changes nothing, and nobody
-  gets an error.
+* *ignored*: the command is late, repeated, or from a former instance. It changes nothing, and
+  nobody gets an error.
 * *refused*: it changes nothing. The node or operator gets the error:
 
 | error | means | the caller |
@@ -176,8 +176,8 @@ test writes this page: `pytest tests/unit/core/test_protocol.py --rewrite`.
 HEAD_OF_SUBMITTED = """
 # Submitted runs
 
-The server chooses their nodes. *queued*: no node is chosen yet. *joining*: n1, n2 and n3 are chosen,
-and n1 has joined.
+The server chooses their nodes. *queued*: no node is chosen yet. *joining*: n1, n2 and n3 are
+chosen, and n1 has joined.
 """
 
 

@@ -75,15 +75,15 @@ class LeaseRules:
         stalls; --fence-after of every node must stay 1 s below it.""")] = 5_000
     nodes: Annotated[int, setting(ge=1, unit="nodes", reason="""
         Up to this number of nodes, the lease is `duration`; with more it grows, so that heartbeats
-        do not fill the server's time.""")] = 1_000
+        do not overload the server.""")] = 1_000
     longest_ms: Annotated[Duration, setting(ge=2_000, le=600_000, reason="""
         The lease with `longest_nodes` or more.""")] = 30_000
     longest_nodes: Annotated[int, setting(ge=1, unit="nodes", reason="""
         From this number of nodes on, the lease is `longest`.""")] = 10_000
     takeover_grace_ms: Annotated[Duration, setting(ge=5_000, le=3_600_000, reason="""
-        How long the server gives up no silent node after its start, a takeover or a pause. Nodes
-        try to reconnect at least every 5 s. After a start or a takeover with more than 6,000 nodes
-        it is longer: 5 ms for each.""")] = 30_000
+        For this time after its start, a takeover or a pause, the server gives up no silent node.
+        Nodes try to reconnect at least every 5 s. With more than 6,000 nodes a start or a takeover
+        needs longer: 5 ms for each.""")] = 30_000
     # fmt: on
 
     def lease_for(self, nodes: int) -> int:

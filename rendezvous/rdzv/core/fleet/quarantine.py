@@ -58,15 +58,15 @@ class QuarantineRules:
     """When a node is quarantined and for how long: the same for all nodes of a server."""
 
     failures: Annotated[int, setting(ge=0, le=1_000, unit="rounds", reason="""
-        The node of a daemon is quarantined after its machine ended this number of rounds (a signal,
-        an error of the device, a worker that could not be killed). A script's exceptions count
-        if two jobs failed there. 0: never.""")] = 3
+        A daemon's node is quarantined after its machine ended this number of rounds (a signal, a
+        device error, a worker that could not be killed). A script's exceptions count only if two
+        jobs failed there. 0: never.""")] = 3
     ttl_ms: Annotated[Duration, setting(ge=1_000, le=365 * 86_400_000, reason="""
         How long a quarantined node gets no job: time for a person to look at it.
         `rdzvctl uncordon` ends the quarantine.""")] = 12 * 3_600_000
     max_nodes: Annotated[int, setting(ge=0, le=1_000_000, unit="nodes", reason="""
         The largest number of nodes in quarantine. 0: a quarter of the known daemons, and at least
-        one; a single daemon never is.""")] = 0
+        one; a single daemon is never quarantined.""")] = 0
 # fmt: on
 
 

@@ -66,12 +66,12 @@ class TlsSettings(Table, frozen=True):
         default_words="callers need no certificate", reason="""
         Accept only callers with a certificate that this CA has signed (PEM).""")] = None
     http_client_auth: Annotated[Literal["require", "accept"], setting(reason="""
-        With `tls.client_ca`: `require` a certificate of callers of `http`, or `accept` a token
-        instead, as browsers send it.""")] = "require"
+        With `tls.client_ca`: `require` a certificate from callers of `http`, or `accept` a token
+        too, which a browser can send.""")] = "require"
     token_listen: Annotated[Listen | None, setting(
         unit="HOST:PORT", default_words="nowhere", reason="""
-        With `tls.client_ca`: the address for nodes and operators that have a token and no
-        certificate. gRPC cannot leave that open at one port: callers of `listen` always need a
+        With `tls.client_ca`: the address for nodes and operators that have a token instead of a
+        certificate. gRPC cannot accept both at one port: callers of `listen` always need a
         certificate.""")] = None
 
     @property
@@ -138,12 +138,13 @@ class OidcAccount(Table, frozen=True, kw_only=True):
         The namespace of the account.""")]
     name: Annotated[str | None, setting(
         check=_kubernetes_name, default_words="every account of the namespace", reason="""
-        The account. A table with a name wins over the one of its namespace without.""")] = None
+        The account. A table with a name takes precedence over its namespace's table without one.
+        """)] = None
     roles: Annotated[tuple[str, ...], setting(check=_role, reason="""
         The account's roles: any of read, submit, node and admin.""")]
     known_as: Annotated[Literal["account", "namespace", "node"], setting(reason="""
-        The caller's name, and so whose jobs are its own: ACCOUNT@NAMESPACE; the namespace, whose
-        accounts then share their jobs; or the node that its pod runs on, for agents.""",
+        The caller's name, which decides which jobs are its own: ACCOUNT@NAMESPACE; the namespace,
+        whose accounts then share their jobs; or, for agents, the node of its pod.""",
     )] = "account"
 
 
@@ -166,7 +167,7 @@ class Oidc(Table, frozen=True):
     leeway_ms: Annotated[Duration, setting(ge=0, le=5 * MINUTE, reason="""
         How far the clocks of the issuer and of rdzvd may be apart.""")] = 30 * SECOND
     keys_kept_ms: Annotated[Duration, setting(ge=MINUTE, le=30 * DAY, reason="""
-        How long the keys stay good while the issuer cannot be reached.""")] = DAY
+        How long the keys stay valid while the issuer cannot be reached.""")] = DAY
 
     def check(self) -> None:
         """Check everything that can be checked without the issuer."""
@@ -185,7 +186,7 @@ class Etcd(Table, frozen=True):
 
     endpoints: Annotated[tuple[str, ...], setting(
         unit="HOST:PORT", check=_etcd_endpoint, default_words="none", reason="""
-        The members of the etcd v3 cluster, for the store etcd; for TLS with https:// in front.""",
+        The members of the etcd v3 cluster, for the store etcd; with https:// in front for TLS.""",
     )] = ()
     prefix: Annotated[str, setting(reason="""
         The prefix of all keys; servers with the same prefix share their jobs.""")] = "/rdzv"
@@ -247,21 +248,20 @@ class ProgressSettings(Table, frozen=True):
     """When a slow worker counts as a straggler."""
 
     straggler_after_ms: Annotated[Duration, setting(ge=SECOND, le=DAY, reason="""
-        A worker is named as a straggler when for this time the others have waited for it in
-        collectives, or, where torch has no record of these, when it has taken more than twice as
-        long for a step as the median of its role.""")] = 30 * SECOND
+        A worker is reported as a straggler if the others have waited for it in collectives for this
+        time. Where torch has no record of collectives: if its steps have taken more than twice the
+        median of its role.""")] = 30 * SECOND
 
 
 class Retention(Table, frozen=True):
     """How long ended jobs are kept."""
 
     ended_for_ms: Annotated[Duration, setting(ge=30 * DAY, le=3650 * DAY, reload=True, reason="""
-        How long a job is remembered after its end, with its events: at least as long as the longest
-        timeout of a job. For this time its round numbers continue when its name is used again.
-        """)] = 30 * DAY
+        How long an ended job is kept, with its events: at least as long as the longest timeout of a
+        job. For this time, a new job with its name continues its round numbers.""")] = 30 * DAY
     ended_jobs: Annotated[int, setting(ge=1, le=1_000_000, unit="jobs", reload=True, reason="""
-        How many ended jobs are remembered; the ones that ended first are forgotten first. Each
-        costs a little time at every start.""")] = 10_000
+        How many ended jobs are kept; those that ended first are removed first. Each costs a little
+        time at every start.""")] = 10_000
 
 
 class Limits(Table, frozen=True):
@@ -273,10 +273,10 @@ class Limits(Table, frozen=True):
         Nodes, connected or away; each stream needs about 30 KB. A job that needs more is refused.
         """)] = 20_000
     connections: Annotated[int, setting(ge=1, le=1_000_000, unit="connections", reason="""
-        Connections over gRPC. The open files that the system allows rdzvd, less 512, are a bound,
-        too.""")] = 32_768
+        Connections over gRPC. The system's limit of open files for rdzvd, less 512, applies too.
+        """)] = 32_768
     http_streams: Annotated[int, setting(ge=1, le=100_000, unit="readers", reload=True, reason="""
-        Pages and programs that follow the stream of the HTTP API at once.""")] = 200
+        Pages and programs that may follow the stream of the HTTP API at the same time.""")] = 200
 
 
 class Timings(Table, frozen=True):
@@ -355,15 +355,15 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
     )
 
     listen: Annotated[Listen, setting(unit="HOST:PORT", reason="""
-        The address for nodes and operators. Port 0 takes a free one; an IPv6 host is in brackets.
-        Any but loopback needs `tls.client_ca` or `insecure`.""",
+        The address for nodes and operators. Port 0 picks a free one; write an IPv6 host in
+        brackets. Any address but loopback needs `tls.client_ca` or `insecure`.""",
     )] = Listen("127.0.0.1", DEFAULT_PORT)
     advertise: Annotated[Listen | None, setting(
         unit="HOST:PORT", default_words="the value of `listen`", reason="""
         The address at which nodes and operators reach this rdzvd, if not `listen`.""")] = None
     http: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
-        Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, by TLS if `tls.cert` is
-        given. Any address but loopback needs `tls.client_ca` or `insecure`.""")] = None
+        Serve the live page, /api, /metrics, /sd, /healthz and /readyz here, with TLS if `tls.cert`
+        is given. Any address but loopback needs `tls.client_ca` or `insecure`.""")] = None
     grafana: Annotated[str | None, setting(
         unit="URL", check=_grafana, default_words="none", reason="""
         The Grafana that has the dashboards of `deploy/grafana`: the page of a job links to its
@@ -383,8 +383,8 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         "`$XDG_STATE_HOME/rdzv` (`~/.local/state/rdzv`)", reason="""
         The folder of the stored jobs, on a local disk; one rdzvd owns it.""")] = None
     store: Annotated[Literal["sqlite", "memory", "etcd"], setting(reason="""
-        sqlite survives restarts; memory forgets; etcd is shared by several rdzvd, of which one
-        leads and any other takes over.""")] = "sqlite"
+        sqlite survives restarts; memory loses all jobs at a restart; etcd is shared by several
+        rdzvd: one leads, and another takes over.""")] = "sqlite"
     c10d: Annotated[Listen | None, setting(unit="HOST:PORT", default_words="nowhere", reason="""
         Serve torch's own store here too, for torchrun --rdzv-backend=c10d; `rdzvctl` shows its
         jobs. They end with this rdzvd. Any address but loopback needs `insecure`.""")] = None
@@ -394,7 +394,7 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         reload=True, reason="""
         The lowest level that is logged, to stderr.""")] = "info"
     log_format: Annotated[Literal["human", "json"], setting(reload=True, reason="""
-        Lines for people, or one JSON object a line.""")] = "human"
+        Log lines for people, or one JSON object per line.""")] = "human"
     tls: TlsSettings = field(default_factory=TlsSettings)
     oidc: Oidc = field(default_factory=Oidc)
     etcd: Etcd = field(default_factory=Etcd)
