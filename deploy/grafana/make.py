@@ -154,7 +154,7 @@ SERVERS = {"job": "label_values(rdzv_leads, job)"}
 FLEET_OF = 'job="$job"'
 JOB_OF = 'job="$job", rdzv_id="$rdzv_id"'
 NODE_OF = 'job="$job", node_id="$node_id"'
-SERVER_OF = 'job="$job", instance="$instance"'
+SERVER_OF = 'job="$job", instance="$instance", rdzv_kind!="agent"'
 
 SHARE_LEVELS: Levels = ((0, "red"), (0.5, "orange"), (0.8, "green"))
 STILL_LEVELS: Levels = ((60, "orange"), (600, "red"))
@@ -183,7 +183,7 @@ FLEET = Board(
     SERVERS,
     (
         Row(
-            "Now",
+            "Now, and what has changed",
             (
                 panel(
                     "Jobs",
@@ -229,6 +229,25 @@ FLEET = Board(
                     levels=STILL_LEVELS,
                     links=TO_JOB,
                 ),
+                panel(
+                    "Membership changes",
+                    "",
+                    (increase("rdzv_membership_changes_total", FLEET_OF, "kind"), "{{kind}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Rounds that ended, by cause",
+                    "Only worker failures spend restarts.",
+                    (increase("rdzv_rounds_ended_total", FLEET_OF, "cause"), "{{cause}}"),
+                    kind=STACKED,
+                ),
+                panel(
+                    "Failures, restarts, losses",
+                    "Workers that failed, restarts spent on that, and nodes that were given up.",
+                    (increase("rdzv_worker_failures_total", FLEET_OF), "worker failures"),
+                    (increase("rdzv_restarts_total", FLEET_OF), "restarts"),
+                    (increase("rdzv_nodes_lost_total", FLEET_OF), "nodes lost"),
+                ),
             ),
         ),
         Row(
@@ -262,8 +281,7 @@ FLEET = Board(
                 ),
                 panel(
                     "Silence of workers, the ten longest",
-                    "Time since any worker of the job told of a step: one that hangs tells of "
-                    "none.",
+                    "Time since any worker of the job reported a step; a hung one reports none.",
                     (
                         f"topk(10, max by (rdzv_id) (rdzv_job_progress_age_seconds{{{FLEET_OF}}}))",
                         "{{rdzv_id}}",
@@ -287,20 +305,8 @@ FLEET = Board(
             ),
         ),
         Row(
-            "What goes wrong",
+            "How rounds begin and end",
             (
-                panel(
-                    "Rounds that ended, by cause",
-                    "Only worker failures spend restarts.",
-                    (increase("rdzv_rounds_ended_total", FLEET_OF, "cause"), "{{cause}}"),
-                    kind=STACKED,
-                ),
-                panel(
-                    "Membership changes",
-                    "",
-                    (increase("rdzv_membership_changes_total", FLEET_OF, "kind"), "{{kind}}"),
-                    kind=STACKED,
-                ),
                 panel(
                     "Workers of new rounds",
                     "Kept from the round before, or new processes.",
@@ -309,16 +315,9 @@ FLEET = Board(
                 ),
                 panel(
                     "How workers came into rounds",
-                    "Kept from the round before, forked warm, or started cold, as their nodes say.",
+                    "Kept from the round before, hot standbys, forked warm, or started cold.",
                     (increase("rdzv_workers_started_total", FLEET_OF, "kind"), "{{kind}}"),
                     kind=STACKED,
-                ),
-                panel(
-                    "Failures, restarts, losses",
-                    "Workers that failed, restarts spent on that, and nodes that were given up.",
-                    (increase("rdzv_worker_failures_total", FLEET_OF), "worker failures"),
-                    (increase("rdzv_restarts_total", FLEET_OF), "restarts"),
-                    (increase("rdzv_nodes_lost_total", FLEET_OF), "nodes lost"),
                 ),
                 panel(
                     "Hangs, by cause",
@@ -340,7 +339,7 @@ FLEET = Board(
                 ),
                 panel(
                     "Nodes that leave, or get no job",
-                    "Draining until nothing is left on them; and barred until that is taken back.",
+                    "Draining until nothing is left on them; and barred until that is lifted.",
                     (f"sum by (state) (rdzv_node_drains{{{FLEET_OF}}})", "{{state}}"),
                     (f"sum by (by) (rdzv_nodes_barred{{{FLEET_OF}}})", "{{by}}"),
                 ),
@@ -391,52 +390,14 @@ JOB = Board(
     {**SERVERS, "rdzv_id": 'label_values(rdzv_job_state{job="$job"}, rdzv_id)'},
     (
         Row(
-            "Rounds",
+            "Membership and restarts",
             (
-                panel(
-                    "State",
-                    "",
-                    (f"max by (state) (rdzv_job_state{{{JOB_OF}}})", "{{state}}"),
-                    kind=TIMELINE,
-                    span=WIDE,
-                    words=(("1", "is", "blue"), ("0", "is not", "transparent")),
-                ),
-                panel(
-                    "Rounds",
-                    "The number of the last complete round: each step is a new group.",
-                    (f"max by (rdzv_id) (rdzv_job_round{{{JOB_OF}}})", "round"),
-                    kind=TIMELINE,
-                    span=WIDE,
-                ),
-                panel(
-                    "Goodput",
-                    "Training's share of the time since the server knows of the job; and how much "
-                    "of it had a live round, training or not.",
-                    (f"max (rdzv_job_goodput_ratio{{{JOB_OF}}})", "goodput"),
-                    (
-                        f"sum (increase(rdzv_job_running_seconds_total{{{JOB_OF}}}[$__range])) / "
-                        f"sum (increase(rdzv_job_elapsed_seconds_total{{{JOB_OF}}}[$__range]))",
-                        "live",
-                    ),
-                    kind=STAT,
-                    unit="percentunit",
-                    span=QUARTER,
-                    levels=SHARE_LEVELS,
-                ),
                 panel(
                     "Restarts spent",
                     "At max_restarts the next worker failure ends the job.",
                     (f"max (rdzv_job_restarts_spent{{{JOB_OF}}})", "spent"),
-                    (f"max (rdzv_job_max_restarts{{{JOB_OF}}})", "of"),
+                    (f"max (rdzv_job_max_restarts{{{JOB_OF}}})", "max"),
                     kind=STAT,
-                    span=QUARTER,
-                ),
-                panel(
-                    "Age of the run",
-                    "",
-                    (f"max (rdzv_job_run_age_seconds{{{JOB_OF}}})", "age"),
-                    kind=STAT,
-                    unit="s",
                     span=QUARTER,
                 ),
                 panel(
@@ -456,10 +417,51 @@ JOB = Board(
                     levels=((1, "orange"), (10, "red")),
                 ),
                 panel(
-                    "Rounds completed",
+                    "Goodput",
+                    "Training's share of the time since the server knows of the job; and how much "
+                    "of it had a live round, training or not.",
+                    (f"max (rdzv_job_goodput_ratio{{{JOB_OF}}})", "goodput"),
+                    (
+                        f"sum (increase(rdzv_job_running_seconds_total{{{JOB_OF}}}[$__range])) / "
+                        f"sum (increase(rdzv_job_elapsed_seconds_total{{{JOB_OF}}}[$__range]))",
+                        "live",
+                    ),
+                    kind=STAT,
+                    unit="percentunit",
+                    span=QUARTER,
+                    levels=SHARE_LEVELS,
+                ),
+                panel(
+                    "Age of the run",
                     "",
-                    (increase("rdzv_job_rounds_completed_total", JOB_OF), "complete"),
+                    (f"max (rdzv_job_run_age_seconds{{{JOB_OF}}})", "age"),
+                    kind=STAT,
+                    unit="s",
+                    span=QUARTER,
+                ),
+                panel(
+                    "Nodes by state, against min and max",
+                    "",
+                    (f"max by (state) (rdzv_job_nodes{{{JOB_OF}}}) > 0", "{{state}}"),
+                    (f"max (rdzv_job_min_nodes{{{JOB_OF}}})", "min"),
+                    (f"max (rdzv_job_max_nodes{{{JOB_OF}}})", "max"),
                     span=HALF,
+                ),
+                panel(
+                    "Rounds that ended, by cause",
+                    "",
+                    (increase("rdzv_job_rounds_ended_total", JOB_OF, "cause"), "{{cause}}"),
+                    kind=STACKED,
+                    span=HALF,
+                ),
+                panel(
+                    "Membership changes",
+                    "",
+                    (
+                        increase("rdzv_job_membership_changes_total", JOB_OF, "kind"),
+                        "{{kind}}",
+                    ),
+                    kind=STACKED,
                 ),
                 panel(
                     "Why it stands still",
@@ -469,8 +471,45 @@ JOB = Board(
                         "{{reason}}",
                     ),
                     unit="s",
-                    span=HALF,
                     levels=STILL_LEVELS,
+                ),
+                panel(
+                    "Missing and flapping nodes",
+                    "",
+                    (f"max (rdzv_job_missing_nodes{{{JOB_OF}}})", "missing"),
+                    (f"max (rdzv_job_flapping_nodes{{{JOB_OF}}})", "flapping"),
+                ),
+            ),
+        ),
+        Row(
+            "Rounds",
+            (
+                panel(
+                    "State",
+                    "",
+                    (f"max by (state) (rdzv_job_state{{{JOB_OF}}})", "{{state}}"),
+                    kind=TIMELINE,
+                    span=WIDE,
+                    words=(("1", "is", "blue"), ("0", "is not", "transparent")),
+                ),
+                panel(
+                    "Rounds",
+                    "The number of the last complete round: each step is a new group.",
+                    (f"max by (rdzv_id) (rdzv_job_round{{{JOB_OF}}})", "round"),
+                    kind=TIMELINE,
+                    span=WIDE,
+                ),
+                panel(
+                    "Rounds completed",
+                    "",
+                    (increase("rdzv_job_rounds_completed_total", JOB_OF), "complete"),
+                    span=HALF,
+                ),
+                panel(
+                    "Workers",
+                    "Of the live round; 0 while none is live.",
+                    (f"max (rdzv_job_world_size{{{JOB_OF}}})", "world size"),
+                    span=HALF,
                 ),
             ),
         ),
@@ -506,51 +545,11 @@ JOB = Board(
             ),
         ),
         Row(
-            "Membership",
-            (
-                panel(
-                    "Nodes by state, against min and max",
-                    "",
-                    (f"max by (state) (rdzv_job_nodes{{{JOB_OF}}}) > 0", "{{state}}"),
-                    (f"max (rdzv_job_min_nodes{{{JOB_OF}}})", "min"),
-                    (f"max (rdzv_job_max_nodes{{{JOB_OF}}})", "max"),
-                    span=HALF,
-                ),
-                panel(
-                    "Workers",
-                    "Of the live round; 0 while none is live.",
-                    (f"max (rdzv_job_world_size{{{JOB_OF}}})", "world size"),
-                    span=HALF,
-                ),
-                panel(
-                    "Membership changes",
-                    "",
-                    (
-                        increase("rdzv_job_membership_changes_total", JOB_OF, "kind"),
-                        "{{kind}}",
-                    ),
-                    kind=STACKED,
-                ),
-                panel(
-                    "Missing and flapping nodes",
-                    "",
-                    (f"max (rdzv_job_missing_nodes{{{JOB_OF}}})", "missing"),
-                    (f"max (rdzv_job_flapping_nodes{{{JOB_OF}}})", "flapping"),
-                ),
-                panel(
-                    "Rounds that ended, by cause",
-                    "",
-                    (increase("rdzv_job_rounds_ended_total", JOB_OF, "cause"), "{{cause}}"),
-                    kind=STACKED,
-                ),
-            ),
-        ),
-        Row(
             "What changes cost",
             (
                 panel(
-                    "Restarts, by what they are charged to",
-                    "Rounds that ended in the time shown.",
+                    "Rounds that ended, in the time shown",
+                    "By what was charged; only worker failures spend restarts.",
                     (
                         "sum by (cause) "
                         f"(increase(rdzv_job_rounds_ended_total{{{JOB_OF}}}[$__range])) > 0",
@@ -579,11 +578,11 @@ JOB = Board(
                     "What the run has spent beside restarts, and how much it may, if it was "
                     "launched with a bound.",
                     (f"max (rdzv_job_preemptions_spent{{{JOB_OF}}})", "preemptions"),
-                    (f"max (rdzv_job_max_preemptions{{{JOB_OF}}})", "of"),
+                    (f"max (rdzv_job_max_preemptions{{{JOB_OF}}})", "max preemptions"),
                     (f"max (rdzv_job_store_failures_spent{{{JOB_OF}}})", "store failures"),
-                    (f"max (rdzv_job_max_store_failures{{{JOB_OF}}})", "of"),
-                    (f"max (rdzv_job_restarts_in_vain{{{JOB_OF}}})", "restarts in vain"),
-                    (f"max (rdzv_job_no_progress_restarts{{{JOB_OF}}})", "of"),
+                    (f"max (rdzv_job_max_store_failures{{{JOB_OF}}})", "max store failures"),
+                    (f"max (rdzv_job_restarts_in_vain{{{JOB_OF}}})", "restarts without progress"),
+                    (f"max (rdzv_job_no_progress_restarts{{{JOB_OF}}})", "max without progress"),
                     kind=STAT,
                     span=WIDE,
                 ),
@@ -612,7 +611,7 @@ JOB = Board(
             (
                 panel(
                     "Step",
-                    "As the workers tell (RDZV_PROGRESS_FILE).",
+                    "As workers report it (RDZV_PROGRESS_FILE).",
                     *(
                         (f"max (rdzv_job_{which}_step{{{JOB_OF}}})", which)
                         for which in ("min", "median", "max")
@@ -636,7 +635,7 @@ JOB = Board(
                     unit="s",
                 ),
                 panel(
-                    "Workers that tell",
+                    "Workers that report steps",
                     "",
                     (f"max (rdzv_job_progress_workers{{{JOB_OF}}})", "workers"),
                     (f"max (rdzv_job_straggling_ranks{{{JOB_OF}}})", "straggling"),
@@ -681,16 +680,16 @@ JOB = Board(
 NODE = Board(
     "rdzv-node",
     "rdzv: node",
-    "One rdzv-agent with `metrics_listen`: its workers, its GPUs, its stream.",
-    {**SERVERS, "node_id": 'label_values(rdzv_agent_connected{job="$job"}, node_id)'},
+    "One rdzv-agent: its workers, its GPUs, its stream.",
+    {**SERVERS, "node_id": 'label_values(rdzv_agent_build_info{job="$job"}, node_id)'},
     (
         Row(
             "Now",
             (
                 panel(
                     "Connected",
-                    "1 while a server hears it.",
-                    (f"max (rdzv_agent_connected{{{NODE_OF}}})", "connected"),
+                    "Whether its agent answers the server.",
+                    (f"max (up{{{NODE_OF}}})", "connected"),
                     kind=STAT,
                     span=QUARTER,
                     words=(("1", "connected", "green"), ("0", "cut off", "red")),
@@ -732,7 +731,7 @@ NODE = Board(
                     kind=STACKED,
                 ),
                 panel(
-                    "Exits of themselves",
+                    "Exits by themselves",
                     "By exit code or signal.",
                     (
                         increase(
@@ -761,10 +760,10 @@ NODE = Board(
                 ),
                 panel(
                     "From round to round, 95 % are faster",
-                    "Kept workers park, and go on; the others are started.",
+                    "Kept workers are parked and resumed; the others are started.",
                     (quantile(0.95, "rdzv_agent_worker_start_seconds", NODE_OF), "start"),
                     (quantile(0.95, "rdzv_agent_park_seconds", NODE_OF), "park"),
-                    (quantile(0.95, "rdzv_agent_resume_seconds", NODE_OF), "go on"),
+                    (quantile(0.95, "rdzv_agent_resume_seconds", NODE_OF), "resume"),
                     unit="s",
                 ),
                 panel(
@@ -816,7 +815,7 @@ NODE = Board(
                 ),
                 panel(
                     "Lease",
-                    "Silence that the server tolerates.",
+                    "How long the server tolerates silence of this node.",
                     (f"max (rdzv_agent_lease_seconds{{{NODE_OF}}})", "lease"),
                     unit="s",
                 ),
@@ -919,8 +918,8 @@ SERVER = Board(
                 ),
                 panel(
                     "Calls refused",
-                    "Of those who have not proven who they are, or may not do that; rdzvd's log "
-                    "names them.",
+                    "Calls without a valid identity, or without the role; rdzvd's log names the "
+                    "callers.",
                     (increase("rdzv_refused_calls_total", SERVER_OF, "reason"), "{{reason}}"),
                 ),
             ),

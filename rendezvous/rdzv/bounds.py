@@ -49,6 +49,8 @@ SHARDS = 1 << 20
 LOG_POSITIONS = 65_536
 """The number of files in which a reader can resume after its stream was cut."""
 LOG_PIECE_BYTES = 64 * 1024
+METRICS_BYTES = 256 * 1024
+"""The size of an agent's metrics. They are 12 KiB, or 80 KiB once workers exit in every way."""
 LABELS = 64
 """The number of labels that a node has or that a job requires."""
 

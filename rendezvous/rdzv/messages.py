@@ -15,6 +15,7 @@ from rdzv.bounds import (
     LOCAL_WORLD_SIZE,
     LOG_PIECE_BYTES,
     LOG_POSITIONS,
+    METRICS_BYTES,
     AnyAddress,
     AnyName,
     AnyUid,
@@ -103,8 +104,6 @@ class Hello:
     resources: NodeResources | None = None
     holdings: Holdings = Holdings()
     health: Health = Health()
-    metrics: str = ""
-    """The HOST:PORT at which its agent serves /metrics; empty if other machines cannot reach it."""
     draining: Draining | None = None
     """Set if the node is about to leave all its jobs."""
     takes_several: bool = False
@@ -257,6 +256,14 @@ class Stacks:
     error: Sentence = ""
 
 
+@struct(frozen=True)
+class NodeMetrics:
+    """The answer to a `ReadMetrics`: the metrics of an rdzv-agent, as Prometheus reads them."""
+
+    request: int
+    page: Annotated[bytes, UpTo(METRICS_BYTES)] = b""
+
+
 Report = (
     Progress
     | WorkersStarted
@@ -268,6 +275,7 @@ Report = (
     | Health
     | Holdings
     | Draining
+    | NodeMetrics
 )
 """What a node reports that is no command. Whether it has such workers is checked later."""
 
@@ -426,6 +434,13 @@ class StopLog:
 
 
 @struct(frozen=True)
+class ReadMetrics:
+    """A request for the node's metrics."""
+
+    request: int
+
+
+@struct(frozen=True)
 class Placed:
     """Announces that the server has placed a submitted job on the node."""
 
@@ -495,6 +510,7 @@ Announcement = (
     | Waiting
     | ReadLog
     | StopLog
+    | ReadMetrics
     | Placed
     | Withdrawn
     | LookAgain

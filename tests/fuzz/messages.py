@@ -47,7 +47,6 @@ _TEXTS: Mapping[str, tuple[str, ...]] = {
     "submitter": ("ada",),
     "submitted_by": ("ada",),
     "uuid": ("GPU-1", "GPU-2"),
-    "metrics": ("", "127.0.0.1:29402"),
     "roles": ("read", "admin", "node"),
     "secret": ("", "s3cret"),
     "id_or_name": ("ada",),

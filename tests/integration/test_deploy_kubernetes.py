@@ -366,7 +366,8 @@ def test_the_agents_configuration_is_one_of_rdzv_agent() -> None:
     assert words(template) == ["rdzv-agent", "--config=/etc/rdzv/agent.toml"]
     mounts = {mount["mountPath"] for mount in agent["volumeMounts"]}
     assert {str(settings.state_dir), str(settings.runtime_dir)} <= mounts
-    assert settings.drain_deadline < template["spec"]["terminationGracePeriodSeconds"]
+    grace_s = template["spec"]["terminationGracePeriodSeconds"]
+    assert settings.drain_deadline_ms < grace_s * 1000
     (node_id,) = env(agent)
     assert node_id["name"] == "RDZV_NODE_ID"
     assert node_id["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"

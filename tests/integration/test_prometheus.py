@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -291,9 +292,9 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
 
     etcd.kill()
     d = Daemons(c)
-    g1 = d.start("g1", 'metrics_listen = "127.0.0.1:0"\ngpus = "GPU-a,GPU-b"\ncapacity = 2\n')
-    p.wait_until("the agent is scraped", lambda: p.up("agent", 1))
+    g1 = d.start("g1", 'gpus = "GPU-a,GPU-b"\ncapacity = 2\n')
     d.start("g2")  # A second node for the job whose snapshots would survive the loss of one.
+    p.wait_until("the agents are scraped through the server", lambda: p.up("agent", 2))
     # These workers' reports must not be confused with those of the last job.
     apart = c.folder / "apart"
     apart.mkdir()
@@ -334,16 +335,20 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     what_is_counted_is_right(p, http, fails)
     what_dashboards_draw_is_told(c)
 
+    # Prometheus keeps the nodes that the server lists, whether or not they answer.
+    g1.kill_tree()
+    p.wait_until("the agent that was killed is missed", lambda: "RdzvAgentMissing" in p.alerts())
+    seen.add("RdzvAgentMissing")
+
     # The next join cannot be written.
     assert c.server is not None
     set_file_limit(c.server, 0)
     c.start_node("n3", "--rdzv-id=other", nnodes="1:1")
     fires("RdzvStoreAway")
     c.kill_server()
-    fires("RdzvServerMissing", "RdzvAgentCutOff")
-    # Prometheus keeps the last known addresses of agents.
-    g1.kill_tree()
-    fires("RdzvAgentMissing")
+    fires("RdzvServerMissing")
+    # Its nodes are not missed as well, for they run on.
+    assert not {one for one in p.query('ALERTS{alertname="RdzvAgentMissing"}') if "g2" in one}
     return seen
 
 
@@ -354,8 +359,21 @@ def test_what_a_server_says_of_where_it_is(tmp_path: Path) -> None:
         c.start_server("--http", f"127.0.0.1:{port}")
         text, kind = fetch(f"http://127.0.0.1:{port}/sd")
         assert kind.startswith("application/json")
-        labels = {"__meta_rdzv_kind": "server"}
-        assert json.loads(text) == [{"targets": [f"127.0.0.1:{port}"], "labels": labels}]
+        server = {"targets": [f"127.0.0.1:{port}"], "labels": {"rdzv_kind": "server"}}
+        assert json.loads(text) == [server]
+        Daemons(c).start("g1")
+        path = "/metrics/nodes/g1"
+        agent = {"rdzv_kind": "agent", "node_id": "g1", "__metrics_path__": path}
+        assert json.loads(fetch(f"http://127.0.0.1:{port}/sd")[0]) == [
+            server,
+            {**server, "labels": agent},
+        ]
+        text, kind = fetch(f"http://127.0.0.1:{port}{path}")
+        assert kind == "text/plain; version=0.0.4; charset=utf-8"
+        for name in ("rdzv_agent_capacity 1.0", "process_open_fds ", "python_info{"):
+            assert f"\n{name}" in text
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            fetch(f"http://127.0.0.1:{port}/metrics/nodes/g2")
         text, kind = fetch(f"http://127.0.0.1:{port}/metrics")
         assert kind == "text/plain; version=0.0.4; charset=utf-8"
         for name in ("rdzv_leads 1.0", "process_open_fds ", "python_info{"):

@@ -233,7 +233,6 @@ def nodes() -> list[pb.Node]:
             agent_version="0.1.0",
             resources=big,
             gpus_free=2,
-            metrics="10.0.0.2:29481",
             jobs=[
                 pb.NodeJob(rdzv_id="llm", gpus=4, state="seated"),
                 pb.NodeJob(rdzv_id="eval", gpus=2, state="placed"),

@@ -162,7 +162,6 @@ async def _take_part(settings: AgentSettings, launches: Sequence[Launch]) -> int
             Meeting(settings.endpoints, rdzv_id=""),
             launches,
             settings.credentials(),
-            metrics_listen=settings.metrics_listen,
             preemption=settings.preemption,
         )
     for launch, outcome in zip(launches, outcomes, strict=True):

@@ -173,6 +173,7 @@ class NodeMessage(google.protobuf.message.Message):
     WORKERS_STARTED_FIELD_NUMBER: builtins.int
     SNAPSHOTS_HELD_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -213,6 +214,8 @@ class NodeMessage(google.protobuf.message.Message):
     def snapshots_held(self) -> global___SnapshotsHeld: ...
     @property
     def draining(self) -> global___Draining: ...
+    @property
+    def metrics(self) -> global___NodeMetrics: ...
     def __init__(
         self,
         *,
@@ -236,10 +239,11 @@ class NodeMessage(google.protobuf.message.Message):
         workers_started: global___WorkersStarted | None = ...,
         snapshots_held: global___SnapshotsHeld | None = ...,
         draining: global___Draining | None = ...,
+        metrics: global___NodeMetrics | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "snapshots_held", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "metrics", b"metrics", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arrivals", b"arrivals", "away", b"away", "body", b"body", "declined", b"declined", "draining", b"draining", "failed", b"failed", "health", b"health", "heartbeat", b"heartbeat", "hello", b"hello", "holdings", b"holdings", "hung", b"hung", "join", b"join", "leave", b"leave", "log_piece", b"log_piece", "metrics", b"metrics", "progress", b"progress", "snapshots_held", b"snapshots_held", "stacks", b"stacks", "store_host_failed", b"store_host_failed", "stuck", b"stuck", "succeeded", b"succeeded", "workers_started", b"workers_started"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "heartbeat", "join", "failed", "succeeded", "leave", "stuck", "store_host_failed", "away", "log_piece", "progress", "holdings", "declined", "health", "hung", "stacks", "arrivals", "workers_started", "snapshots_held", "draining", "metrics"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -263,7 +267,6 @@ class Hello(google.protobuf.message.Message):
     RESOURCES_FIELD_NUMBER: builtins.int
     HOLDINGS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
-    METRICS_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     TAKES_SEVERAL_FIELD_NUMBER: builtins.int
     protocol_version: builtins.int
@@ -286,8 +289,6 @@ class Hello(google.protobuf.message.Message):
     """The time without contact after which the node kills its own workers; 0: never. The server keeps
     its seats for longer than that.
     """
-    metrics: builtins.str
-    """The address at which the agent serves /metrics, as HOST:PORT; empty: other machines cannot reach it."""
     takes_several: builtins.bool
     """Whether the node reads `ServerMessage.more`."""
     @property
@@ -325,12 +326,11 @@ class Hello(google.protobuf.message.Message):
         resources: global___Resources | None = ...,
         holdings: global___Holdings | None = ...,
         health: global___Health | None = ...,
-        metrics: builtins.str = ...,
         draining: global___Draining | None = ...,
         takes_several: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["draining", b"draining", "health", b"health", "holdings", b"holdings", "resources", b"resources"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "draining", b"draining", "fence_after_ms", b"fence_after_ms", "health", b"health", "holdings", b"holdings", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "metrics", b"metrics", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version", "resources", b"resources", "takes_several", b"takes_several"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "agent_version", b"agent_version", "beliefs", b"beliefs", "draining", b"draining", "fence_after_ms", b"fence_after_ms", "health", b"health", "holdings", b"holdings", "incarnation", b"incarnation", "instance", b"instance", "kind", b"kind", "leadership", b"leadership", "node_id", b"node_id", "pid", b"pid", "protocol_version", b"protocol_version", "resources", b"resources", "takes_several", b"takes_several"]) -> None: ...
 
 global___Hello = Hello
 
@@ -1721,6 +1721,26 @@ class RankArrivals(google.protobuf.message.Message):
 global___RankArrivals = RankArrivals
 
 @typing.final
+class NodeMetrics(google.protobuf.message.Message):
+    """The answer to a `ReadMetrics`: the metrics of an rdzv-agent, as Prometheus reads them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    PAGE_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    page: builtins.bytes
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+        page: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page", b"page", "request", b"request"]) -> None: ...
+
+global___NodeMetrics = NodeMetrics
+
+@typing.final
 class Stacks(google.protobuf.message.Message):
     """Some of the stacks that the server has requested with `TakeStacks`; each worker that has not exited
     appears in one of these messages. A node without workers of that round sends `error`.
@@ -1951,6 +1971,7 @@ class ServerMessage(google.protobuf.message.Message):
     HEARD_FIELD_NUMBER: builtins.int
     READ_LOG_FIELD_NUMBER: builtins.int
     STOP_LOG_FIELD_NUMBER: builtins.int
+    READ_METRICS_FIELD_NUMBER: builtins.int
     PLACED_FIELD_NUMBER: builtins.int
     WITHDRAWN_FIELD_NUMBER: builtins.int
     LOOK_AGAIN_FIELD_NUMBER: builtins.int
@@ -1984,6 +2005,8 @@ class ServerMessage(google.protobuf.message.Message):
     def read_log(self) -> global___ReadLog: ...
     @property
     def stop_log(self) -> global___StopLog: ...
+    @property
+    def read_metrics(self) -> global___ReadMetrics: ...
     @property
     def placed(self) -> global___Placed: ...
     @property
@@ -2024,6 +2047,7 @@ class ServerMessage(google.protobuf.message.Message):
         heard: global___Heard | None = ...,
         read_log: global___ReadLog | None = ...,
         stop_log: global___StopLog | None = ...,
+        read_metrics: global___ReadMetrics | None = ...,
         placed: global___Placed | None = ...,
         withdrawn: global___Withdrawn | None = ...,
         look_again: global___LookAgain | None = ...,
@@ -2036,9 +2060,9 @@ class ServerMessage(google.protobuf.message.Message):
         undrain: global___UndrainNode | None = ...,
         more: collections.abc.Iterable[global___ServerMessage] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "stop_log", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "servers", "drain", "undrain"] | None: ...
+    def HasField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "lease", b"lease", "look_again", b"look_again", "placed", b"placed", "read_log", b"read_log", "read_metrics", b"read_metrics", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["body", b"body", "closed", b"closed", "drain", b"drain", "heard", b"heard", "joined", b"joined", "keep_copies", b"keep_copies", "leadership", b"leadership", "lease", b"lease", "look_again", b"look_again", "more", b"more", "placed", b"placed", "read_log", b"read_log", "read_metrics", b"read_metrics", "refused", b"refused", "round_completed", b"round_completed", "round_ended", b"round_ended", "servers", b"servers", "snapshot_watermark", b"snapshot_watermark", "stop_log", b"stop_log", "take_stacks", b"take_stacks", "undrain", b"undrain", "waiting", b"waiting", "welcome", b"welcome", "withdrawn", b"withdrawn"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["welcome", "joined", "round_completed", "round_ended", "closed", "refused", "waiting", "heard", "read_log", "stop_log", "read_metrics", "placed", "withdrawn", "look_again", "take_stacks", "lease", "snapshot_watermark", "keep_copies", "servers", "drain", "undrain"] | None: ...
 
 global___ServerMessage = ServerMessage
 
@@ -2367,6 +2391,23 @@ class StopLog(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
 
 global___StopLog = StopLog
+
+@typing.final
+class ReadMetrics(google.protobuf.message.Message):
+    """Requests the node's metrics; answered by one `NodeMetrics` with the same request."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: builtins.int
+    request: builtins.int
+    def __init__(
+        self,
+        *,
+        request: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request", b"request"]) -> None: ...
+
+global___ReadMetrics = ReadMetrics
 
 @typing.final
 class TakeStacks(google.protobuf.message.Message):
@@ -4197,7 +4238,6 @@ class Node(google.protobuf.message.Message):
     CORDONED_FIELD_NUMBER: builtins.int
     CORDON_REASON_FIELD_NUMBER: builtins.int
     CORDON_AGE_MS_FIELD_NUMBER: builtins.int
-    METRICS_FIELD_NUMBER: builtins.int
     QUARANTINE_FIELD_NUMBER: builtins.int
     QUARANTINE_AGE_MS_FIELD_NUMBER: builtins.int
     QUARANTINE_LEFT_MS_FIELD_NUMBER: builtins.int
@@ -4222,8 +4262,6 @@ class Node(google.protobuf.message.Message):
     """Also while an operator drains it; the reason and the age are the drain's then."""
     cordon_reason: builtins.str
     cordon_age_ms: builtins.int
-    metrics: builtins.str
-    """Where its agent serves /metrics, as HOST:PORT; empty if other machines cannot reach it."""
     quarantine: builtins.str
     """Why the server has quarantined it; empty if it has not."""
     quarantine_age_ms: builtins.int
@@ -4268,7 +4306,6 @@ class Node(google.protobuf.message.Message):
         cordoned: builtins.bool = ...,
         cordon_reason: builtins.str = ...,
         cordon_age_ms: builtins.int | None = ...,
-        metrics: builtins.str = ...,
         quarantine: builtins.str = ...,
         quarantine_age_ms: builtins.int | None = ...,
         quarantine_left_ms: builtins.int | None = ...,
@@ -4282,7 +4319,7 @@ class Node(google.protobuf.message.Message):
         drain_age_ms: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "cordon_age_ms", b"cordon_age_ms", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "gpus_free", b"gpus_free", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state_age_ms", b"state_age_ms", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "metrics", b"metrics", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cordon_age_ms", b"_cordon_age_ms"]) -> typing.Literal["cordon_age_ms"] | None: ...
     @typing.overload

@@ -142,8 +142,6 @@ def _facts(found: Node, page: Page) -> list[str]:
         at = "" if found.cordon_age_ms is None else f", since {page.ago(found.cordon_age_ms)}"
         why = f", {found.cordon_reason}" if found.cordon_reason else ""
         facts["cordoned"] = Cell(f"nothing is placed on it{at}{why}", "yellow")
-    if found.metrics:
-        facts["metrics"] = f"http://{found.metrics}/metrics"
     if found.quarantine:
         at = page.ago(found.quarantine_age_ms or 0)
         left = duration(found.quarantine_left_ms or 0)

@@ -193,8 +193,8 @@ def _judge_clock(address: str, ahead_ms: float, took_ms: float) -> Finding:
 # ---------------------------------------------------------------------- the nodes
 
 
-def check_nodes(nodes: Sequence[Node], reach: Callable[[str, int], str]) -> Iterator[Finding]:
-    """Check the nodes that the server knows; `reach` tries a port and returns any error."""
+def check_nodes(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """Check the nodes that the server knows."""
     if not nodes:
         yield _warning(
             "nodes", "the server knows none; start rdzvrun or rdzv-agent with its address"
@@ -211,12 +211,6 @@ def check_nodes(nodes: Sequence[Node], reach: Callable[[str, int], str]) -> Iter
     if old:
         versions = listed(dict.fromkeys(f"{n.node_id} ({n.agent_version})" for n in old))
         yield _warning("version", f"different from this rdzvctl's {VERSION}: {versions}")
-    for node in nodes:
-        if node.metrics and node.state == "connected":
-            host, _, port = node.metrics.rpartition(":")
-            if error := reach(host.strip("[]"), int(port)):
-                text = f"{node.metrics} cannot be reached from here: {error}"
-                yield _warning(f"node {node.node_id}", text)
 
 
 def try_port(host: str, port: int) -> str:
@@ -288,7 +282,7 @@ def examine(
         yield finding
     if with_nodes and answers:
         try:
-            yield from check_nodes(client.nodes(), try_port)
+            yield from check_nodes(client.nodes())
         except RendezvousError as error:
             yield _problem("nodes", str(error))
 

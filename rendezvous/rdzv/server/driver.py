@@ -17,6 +17,7 @@ from rdzv.core.events import Event
 from rdzv.errors import RendezvousConnectionError, RendezvousError
 from rdzv.runtime.clock import Clock, LoopWatch
 from rdzv.runtime.tasks import Tasks, single_error
+from rdzv.server.diagnosis.node_requests import NodeRequests
 from rdzv.server.diagnosis.reported_hangs import ReportedHangs
 from rdzv.server.diagnosis.round_reports import RoundReports
 from rdzv.server.diagnosis.snapshot_tracking import SnapshotTracking
@@ -83,7 +84,8 @@ class Driver:
         # What is known of workers; only `hangs` ever changes a job.
         send = self.streams.send
         self.rounds, self.snapshots = RoundReports(self), SnapshotTracking(send)
-        self.logs, self.stacks = WorkerLogs(clock, send), StackRelay(clock, send)
+        self.requests = NodeRequests(clock, send)
+        self.logs, self.stacks = WorkerLogs(clock, self.requests, send), StackRelay(clock, send)
         self.hangs, self.stack_archive = ReportedHangs(self), StackArchive(self.store)
         # What operators and other callers ask.
         self.tokens = TokenStore(
@@ -176,7 +178,7 @@ class Driver:
 
     def note_gone(self, node_id: str) -> None:
         """Expect no more answers on a node's stream, which has ended."""
-        self.logs.note_gone(node_id)
+        self.requests.note_gone(node_id)
         self.stacks.note_gone(node_id)
         self.snapshots.note_gone(node_id)
 

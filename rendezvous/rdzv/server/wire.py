@@ -32,7 +32,6 @@ from rdzv.messages import (
     Welcome,
 )
 from rdzv.structs import replace, struct
-from rdzv.transport.endpoints import Listen
 from rdzv.transport.wire import bodies, read, write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.version import PROTOCOL_VERSION
@@ -56,7 +55,7 @@ def hello_of(message: pb.Hello) -> Hello:
     if len(message.beliefs) > bounds.JOBS_PER_NODE:
         given, most = f"has {len(message.beliefs)} jobs", f"at most {bounds.JOBS_PER_NODE}"
         raise refusal("hello", message.node_id, given, most)
-    return read(Hello, message, checked=True, metrics=_endpoint("metrics", message.metrics))
+    return read(Hello, message, checked=True)
 
 
 def check_protocol(version: int) -> None:
@@ -65,19 +64,6 @@ def check_protocol(version: int) -> None:
             f"the node speaks protocol {version}, this server speaks {PROTOCOL_VERSION}; upgrade "
             f"the {'agent' if version < PROTOCOL_VERSION else 'server'}"
         )
-
-
-def _endpoint(what: str, text: str) -> str:
-    if not text:
-        return ""
-    try:
-        listen = Listen.parse(text)
-    except InvalidRequestError:
-        raise refusal(what, text, "is not HOST:PORT", "leave it out, or give one") from None
-    if not listen.port:
-        raise refusal(what, text, "has no port", "give 1 to 65535")
-    bounds.address(what, listen.host)
-    return str(listen)
 
 
 def command_of(message: pb.NodeMessage, speaker: Speaker, now_ms: int) -> tuple[str, Command]:

@@ -295,7 +295,6 @@ class Node:
     cordoned: bool
     cordon_reason: str | None
     cordon_age_ms: int | None
-    metrics: str | None = None
     quarantine: str | None = None
     quarantine_age_ms: int | None = None
     quarantine_left_ms: int | None = None

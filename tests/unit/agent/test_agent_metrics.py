@@ -1,13 +1,11 @@
-"""/metrics of an agent: events on a node are counted, and served where the endpoint is announced.
+"""An agent's metrics: events on a node are counted, and shown when the server asks for them.
 
 A scripted history has a golden file. The runner and the stream are fakes; their messages are real.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import logging
 import re
 import shutil
 import subprocess
@@ -18,23 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rdzv.agent.agent_counts import NodeCounts
-from rdzv.agent.app.agent_config import read_config
-from rdzv.agent.app.agent_settings import AgentSettings
 from rdzv.agent.core import commands, events
-from rdzv.agent.node.agent_metrics import AgentMetrics, announced, serving_metrics
+from rdzv.agent.node.agent_metrics import AgentMetrics
 from rdzv.agent.node.placements import Occupancy, Placements
 from rdzv.agent.server_link.link import NodeIdentity, ServerLink
 from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.core.model import Assignment, KeptWorker
-from rdzv.errors import InvalidRequestError
-from rdzv.settings.setting_types import settings_of
-from rdzv.settings.toml_files import ConfigurationError
-from rdzv.transport.endpoints import Listen
 from rdzv.v1 import rdzv_pb2 as pb
 
 pytestmark = pytest.mark.slow
@@ -314,98 +305,6 @@ def test_what_fails_is_told_and_does_no_harm(n: Node, caplog: pytest.LogCaptureF
         assert found["rdzv_agent_collector_success{collector=stream}"] == 1
         assert "rdzv_agent_capacity" not in found
     assert len(caplog.records) == 1
-
-
-def test_an_agent_without_submitted_jobs_tells_of_none() -> None:
-    metrics = AgentMetrics(cast(ServerLink, Node().link))
-    assert "rdzv_agent_gpus" not in metrics.text().decode()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("listen", "address", "told"),
-    [
-        ("10.0.0.5:29481", "10.0.0.5", "10.0.0.5:29481"),
-        ("0.0.0.0:29481", "10.0.0.5", "10.0.0.5:29481"),
-        ("[::]:29481", "fd00::5", "[fd00::5]:29481"),
-        ("127.0.0.1:29481", "10.0.0.5", ""),
-        ("127.0.0.1:29481", "127.0.0.1", "127.0.0.1:29481"),
-        ("0.0.0.0:29481", "", ""),
-    ],
-)
-def test_loopback_is_not_announced_to_another_machine(listen: str, address: str, told: str) -> None:
-    assert announced(Listen.parse(listen), address) == told
-
-
-async def test_the_page_is_served_and_its_place_is_announced(n: Node) -> None:
-    link = cast(ServerLink, n.link)
-    async with (
-        serving_metrics(Listen("127.0.0.1", 0), link, n.placements) as bound,
-        aiohttp.ClientSession() as client,
-    ):
-        # The node's address is known only once it is connected, and may change.
-        assert n.link.metrics_at("127.0.0.1") == str(bound)
-        assert n.link.metrics_at("10.0.0.5") == ""
-        async with client.get(f"http://{bound}/healthz") as answer:
-            assert (answer.status, await answer.text()) == (200, "ok\n")
-        async with client.get(f"http://{bound}/metrics") as answer:
-            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-            assert "rdzv_agent_connected 0.0" in await answer.text()
-        with pytest.raises(InvalidRequestError, match=f"'{bound}': cannot listen there"):
-            async with serving_metrics(bound, link):
-                pass
-
-
-async def test_grpc_at_this_port_is_told(n: Node, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving_metrics(Listen("127.0.0.1", 0), cast(ServerLink, n.link)) as bound:
-        reader, writer = await asyncio.open_connection(bound.host, bound.port)
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        async with asyncio.timeout(100):
-            assert (await reader.read()).startswith(b"HTTP/1.0 400 ")
-        writer.close()
-        await writer.wait_closed()
-    (record,) = [r for r in caplog.records if r.name == "rdzv.agent.http"]
-    assert record.getMessage().endswith(
-        ", which is not HTTP/1.1; rdzvctl and nodes connect to rdzvd's --listen, not to an agent"
-    )
-    assert (record.levelno, record.exc_info) == (logging.WARNING, None)
-
-
-# ------------------------------------------------------------------ the settings
-
-
-def config(folder: Path, text: str) -> Path:
-    path = folder / "agent.toml"
-    path.write_text(f'server = "127.0.0.1:29400"\naccount = "{_account()}"\n{text}')
-    return path
-
-
-def _account() -> str:
-    from rdzv.agent.app.agent_settings import own_account
-
-    return own_account()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.5", "[::]", "gpu-7"])
-def test_beyond_loopback_only_with_insecure(tmp_path: Path, host: str) -> None:
-    line = f'metrics_listen = "{host}:29481"\n'
-    with pytest.raises(ConfigurationError) as refusal:
-        read_config(config(tmp_path, line))
-    assert f"`metrics_listen` = '{host}:29481' can be reached" in str(refusal.value)
-    assert "insecure = true" in str(refusal.value)
-    allowed = read_config(config(tmp_path, f"{line}insecure = true\n"))[0]
-    assert str(allowed.settings.metrics_listen) == f"{host}:29481"
-
-
-@pytest.mark.quick
-def test_nowhere_unless_asked_for(tmp_path: Path) -> None:
-    assert read_config(config(tmp_path, ""))[0].settings.metrics_listen is None
-    local = read_config(config(tmp_path, 'metrics_listen = "127.0.0.1:0"\n'))[0]
-    assert local.settings.metrics_listen == Listen("127.0.0.1", 0)
-    with pytest.raises(ConfigurationError, match="it has no port; write HOST:PORT"):
-        read_config(config(tmp_path, 'metrics_listen = "29481"\n'))
-    assert not settings_of(AgentSettings)["metrics_listen"].reload
 
 
 def test_an_agent_that_nobody_scrapes_loads_no_library_for_it() -> None:

@@ -416,7 +416,6 @@ async def test_the_address_is_that_of_the_connection_that_carries_the_hello(
     monkeypatch.setattr(server_link, "local_address", local_address)
     monkeypatch.setattr(server_link, "reachable_host_name", own_name)
     link = ServerLink([server.endpoint], replace(IDENTITY, address=""), HASTY)
-    link.metrics_at = "{}:9481".format
     link.add(job)
     async with running(link):
         talk, hello = await server.greet()
@@ -426,7 +425,6 @@ async def test_the_address_is_that_of_the_connection_that_carries_the_hello(
         silent = await server.talk()
         _, hello = await server.greet()
         assert (hello.address, link.address, link.host_name) == ("10.0.0.2", "10.0.0.2", "")
-        assert hello.metrics == "10.0.0.2:9481"
         assert silent is not talk
 
 

@@ -98,3 +98,11 @@ def test_what_grafana_reads_names_what_is_there() -> None:
     assert source["type"] == "prometheus"
     prometheus = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     assert source["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]
+
+
+@pytest.mark.parametrize("uid", ["rdzv-fleet", "rdzv-job"])
+def test_membership_and_what_ended_rounds_stand_on_the_first_screen(uid: str) -> None:
+    places = {panel["title"]: panel["gridPos"] for panel in dashboards()[uid]["panels"]}
+    # At 1080 lines a browser shows about 23 of Grafana's rows.
+    for title in ("Membership changes", "Rounds that ended, by cause"):
+        assert places[title]["y"] + places[title]["h"] <= 23

@@ -1259,7 +1259,7 @@ async def test_word_of_a_superseded_stream_changes_nothing() -> None:
             (fleet, "note_draining"),
             (fleet, "note_holdings"),
             (hangs, "take_report"),
-            (s.driver.logs, "take"),
+            (s.driver.requests, "take"),
             (s.driver.stacks, "take_in"),
         )
         for owner, name in relays:

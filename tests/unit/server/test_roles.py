@@ -52,6 +52,7 @@ EXPECTED = {
     **dict.fromkeys(("CreateToken", "ListTokens", "RevokeTokens", "ListAudit"), ADMIN),
     **dict.fromkeys(("Check", "Watch"), OPEN),
     **dict.fromkeys(("/", "/web/app.js", "/healthz", "/readyz"), OPEN),
+    "/metrics/nodes/{node_id}": READERS,
     **dict.fromkeys(("/metrics", "/sd", "/api/v1/jobs", "/api/v1/jobs/{rdzv_id}"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes", "/api/v1/stream"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/ledger", "/api/v1/report"), READERS),

@@ -95,8 +95,6 @@ def test_hello() -> None:
         "n1", "0b-ad", AgentKind.DAEMON, "fe80::1%eth0", 99, 3, 7
     )
     assert wire.hello_of(hello(fence_after_ms=4_000)).fence_after_ms == 4_000
-    for at in ("10.0.0.5:29481", "gpu-7.cluster:1", "[fe80::1]:29481"):
-        assert wire.hello_of(hello(metrics=at)).metrics == at
 
 
 NOW_MS = 5_000
@@ -205,9 +203,6 @@ def read_belief(**changes: object) -> Callable[[], object]:
         (read_hello(instance="a b"), "instance 'a b'"),
         (read_hello(kind=0), "kind 0 is not known to this server; give one of 1, 2"),
         (read_hello(address="a b"), "address 'a b'"),
-        (read_hello(metrics="10.0.0.5"), "metrics '10.0.0.5' is not HOST:PORT"),
-        (read_hello(metrics="10.0.0.5:0"), "metrics '10.0.0.5:0' has no port"),
-        (read_hello(metrics="a b:1"), "metrics 'a b:1' is not HOST:PORT"),
         (read_hello(protocol_version=0), "speaks protocol 0, this server speaks 1; upgrade the a"),
         (read_hello(protocol_version=2), "speaks protocol 2, this server speaks 1; upgrade the s"),
         (read_hello(beliefs=[pb.Belief()] * 257), "has 257 jobs; at most 256"),

@@ -33,7 +33,7 @@ from rdzv.launch_options import kinds
 from rdzv.settings.setting_types import Rule, Table
 from rdzv.structs import Duration, Size, setting
 from rdzv.transport.channels import Credentials
-from rdzv.transport.endpoints import Endpoint, Listen, parse_endpoints
+from rdzv.transport.endpoints import Endpoint, parse_endpoints
 
 SECOND = 1_000
 MINUTE = 60 * SECOND
@@ -295,17 +295,6 @@ def _check_users(settings: "AgentSettings") -> str:
     return ""
 
 
-def _check_metrics_listen(settings: "AgentSettings") -> str:
-    listen = settings.metrics_listen
-    if listen is None or listen.loopback or settings.insecure:
-        return ""
-    return (
-        f"`metrics_listen` = {str(listen)!r} can be reached from other machines, without "
-        "encryption or authentication; listen on loopback, or set insecure = true if "
-        "anyone who can reach it may read this node's metrics"
-    )
-
-
 def _check_health(settings: "AgentSettings") -> str:
     if settings.health and settings.job:
         return (
@@ -328,7 +317,6 @@ class AgentSettings(Table, frozen=True, kw_only=True):
         Rule(("account", "user"), _check_account),
         Rule(("user", "job"), _check_users),
         Rule(("health", "job"), _check_health),
-        Rule(("metrics_listen", "insecure"), _check_metrics_listen),
     )
 
     server: Annotated[str, setting(unit="HOST:PORT", check=parse_endpoints, reason="""
@@ -378,13 +366,6 @@ class AgentSettings(Table, frozen=True, kw_only=True):
     restart_within_ms: Annotated[Duration, setting(ge=SECOND, le=HOUR, reload=True, reason="""
         After a deliberate restart of this agent: how long the server keeps the node's seats, and
         its workers keep running, while no agent runs.""")] = 5 * MINUTE
-    metrics_listen: Annotated[Listen | None, setting(
-        unit="HOST:PORT", default_words="nowhere", reason="""
-        Serve /metrics and /healthz here; the server's /sd lists it if other machines can reach it.
-        Port 0 picks a free port. Any address other than loopback needs `insecure`.""")] = None
-    insecure: Annotated[bool, setting(reason="""
-        Listen beyond loopback without encryption or authentication: anyone who can reach
-        `metrics_listen` can read this node's metrics.""")] = False
     pass_env: Annotated[tuple[str, ...], setting(check=_pattern, reload=True, reason="""
         The variables of the agent's own environment that submitted jobs get; a star at the end
         matches any suffix. Jobs get no others.""")] = PASSED_ON

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rdzv.agent.app.agent_config import check_own, read_config
 from rdzv.agent.app.agent_settings import AgentSettings
@@ -39,6 +41,9 @@ from rdzv.runtime import systemd
 from rdzv.runtime.tasks import single_error
 from rdzv.settings.toml_files import ConfigurationError, Loaded, compare
 from rdzv.structs import replace
+
+if TYPE_CHECKING:
+    from rdzv.agent.node.agent_metrics import AgentMetrics
 
 log = logging.getLogger("rdzv.agent")
 
@@ -76,10 +81,7 @@ async def serve(
         resources = await _resources(settings, has_workers=bool(adopted))
         daemon = Daemon(path, loaded, set_log_level, resources, adoption)
         log.info("node %s is ready to run submitted jobs: %s", settings.node_id, daemon.describe())
-        async with (
-            node.metered(settings.metrics_listen, daemon.link, daemon.placements),
-            reporting_preemptions(settings.preemption, daemon.link.drain_node),
-        ):
+        async with reporting_preemptions(settings.preemption, daemon.link.drain_node):
             await daemon.placements.adopt(adopted)
             await daemon.run(has_workers=bool(adopted))
 
@@ -155,6 +157,7 @@ class Daemon:
             settings.accounts(),
         )
         self.link.placements = self.placements
+        self.link.metrics = self._metrics
         self.link.log_reader.past = self._folders.written
 
     @property
@@ -194,6 +197,18 @@ class Daemon:
         self.link.log_reader.stop_all()
         if self.link.superseded is not None:
             raise self.link.superseded
+
+    @functools.cached_property
+    def _agent_metrics(self) -> AgentMetrics:
+        # The library is loaded once a server has asked.
+        from rdzv.agent.node.agent_metrics import AgentMetrics
+
+        metrics = AgentMetrics(self.link, self.placements)
+        metrics.add_process()
+        return metrics
+
+    def _metrics(self) -> bytes:
+        return self._agent_metrics.text()
 
     # ------------------------------------------------------------------ signals
 

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rdzv.agent.core import events
@@ -23,14 +23,12 @@ from rdzv.core.fleet.nodes import AgentKind
 from rdzv.runtime.tasks import single_error
 from rdzv.structs import replace
 from rdzv.transport.channels import Credentials
-from rdzv.transport.endpoints import Listen
 from rdzv.transport.node_stream import OWN_SERVER_OPTIONS, STREAM_OPTIONS
 from rdzv.version import VERSION
 
 if TYPE_CHECKING:
     from rdzv.agent.cli.backends import Meeting
     from rdzv.agent.handover.runner_adoption import NodeInstance
-    from rdzv.agent.node.placements import Placements
 
 STEP_SIGNAL = signal.SIGURG
 """Like SIGTERM, for schedulers that signal every process of a step: others ignore it."""
@@ -49,7 +47,6 @@ async def take_part(
     launches: Sequence[Launch],
     credentials: Credentials,
     *,
-    metrics_listen: Listen | None = None,
     preemption: Preemption | None = None,
     started: StartedRunner | None = None,
 ) -> list[NodeOutcome]:
@@ -87,7 +84,6 @@ async def take_part(
             ]
             for signum in early:
                 _post(signum, drivers)
-            await stack.enter_async_context(metered(metrics_listen, link))
             sources = {Preemption(launch.preemption_file) for launch in launches}
             for source in sources | {preemption or Preemption()}:
                 await stack.enter_async_context(reporting_preemptions(source, link.drain_node))
@@ -99,21 +95,6 @@ async def take_part(
                 link.log_reader.stop_all()
                 for driver in drivers:
                     await driver.close()
-
-
-@contextlib.asynccontextmanager
-async def metered(
-    listen: Listen | None, link: ServerLink, placements: Placements | None = None
-) -> AsyncIterator[None]:
-    """Serve /metrics and /healthz at `listen` until the body ends; do nothing if it is None."""
-    if listen is None:
-        yield
-        return
-    # The metrics library is loaded only if metrics are served.
-    from rdzv.agent.node.agent_metrics import serving_metrics
-
-    async with serving_metrics(listen, link, placements):
-        yield
 
 
 def identity(node_id: str, local_addr: str = "") -> NodeIdentity:

@@ -60,6 +60,8 @@ def deliver(link: ServerLink, told: messages.Announcement | None) -> None:
             link.log_reader.read(told)
         case messages.StopLog():
             link.log_reader.stop(told.request)
+        case messages.ReadMetrics():
+            link.say(encoding.report(messages.NodeMetrics(told.request, link.metrics())))
         case messages.LookAgain():
             if placements is not None:
                 placements.look_again()

@@ -128,8 +128,8 @@ class ServerLink:
         self.log_reader = WorkerLogReader(self._say_piece)
         self.drain = NodeDrain(monotonic_ms, self._tell_notice)
         self.counts = NodeCounts()
-        self.metrics_at: Callable[[str], str] = lambda _: ""
-        """Returns where a node of this address serves its metrics, as HOST:PORT, for each Hello."""
+        self.metrics: Callable[[], bytes] = bytes
+        """Returns this node's metrics, if it has any, as Prometheus reads them."""
 
     @property
     def encrypts(self) -> bool:
@@ -463,7 +463,6 @@ class ServerLink:
             resources=None if placements is None else placements.resources,
             holdings=messages.Holdings(() if placements is None else placements.holdings()),
             health=messages.Health(() if placements is None else placements.failing),
-            metrics=self.metrics_at(self.address),
             draining=self.drain.said(),
             takes_several=True,
         )

@@ -12,17 +12,16 @@ answer.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rdzv import errors
 from rdzv.bounds import LOG_PIECE_BYTES
 from rdzv.core.model import Membership, Round, State, is_placeholder
-from rdzv.messages import Announcement, LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
+from rdzv.messages import LogPiece, LogPosition, LogsWanted, ReadLog, StopLog
 from rdzv.runtime.clock import Clock
+from rdzv.server.diagnosis.node_requests import GoneError, NodeRequests, Send
 from rdzv.structs import replace
 from rdzv.transport.wire import convert
 from rdzv.view.answers import LogLines
@@ -43,30 +42,21 @@ lease."""
 WAIT_MS = 15_000
 """How long a node waits for new output before it answers that there is none."""
 
-Send = Callable[[str, Announcement], bool]
-
-
-class _GoneError(Exception):
-    """The node has no stream, or it has ended before the answer."""
-
 
 class WorkerLogs:
     """One server's log readers and their requests."""
 
-    def __init__(self, clock: Clock, send: Send) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock, requests: NodeRequests, send: Send) -> None:
+        self.clock, self.requests = clock, requests
         self.expects_until_ms = clock.now_ms() + ANSWER_MS
         """The time until which nodes may still be reconnecting to a server that has just
         started."""
         self.send = send
         self._readers: dict[LogReader, None] = {}
-        self._asked: dict[int, tuple[str, asyncio.Future[LogPiece]]] = {}
-        """The nodes that owe an answer, by request."""
-        self._numbers = itertools.count(1)
 
     @property
     def statistics(self) -> tuple[int, int]:
-        return len(self._readers), len(self._asked)
+        return len(self._readers), len(self.requests.unanswered)
 
     def open(self, state: State, wanted: LogsWanted) -> LogReader:
         """Ask a job's nodes for logs, and return the reader, which the caller must close."""
@@ -79,11 +69,6 @@ class WorkerLogs:
         self._readers[reader] = None
         return reader
 
-    def take(self, node_id: str, piece: LogPiece) -> None:
-        asked, answer = self._asked.get(piece.request, (None, None))
-        if answer is not None and asked == node_id and not answer.done():
-            answer.set_result(piece)
-
     def note_state(self, state: State) -> None:
         for reader in self._readers:
             if reader.rdzv_id == state.membership.rdzv_id:
@@ -93,48 +78,12 @@ class WorkerLogs:
         for reader in self._readers:
             reader.note_connected(node_id)
 
-    def note_gone(self, node_id: str) -> None:
-        for asked, answer in self._asked.values():
-            if asked == node_id and not answer.done():
-                answer.set_exception(_GoneError())
-
     def close(self, error: errors.RendezvousError) -> None:
         for reader in self._readers:
             reader.fail(error)
 
     def discard(self, reader: LogReader) -> None:
         self._readers.pop(reader, None)
-
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    async def ask(self, node_id: str, wanted: ReadLog) -> LogPiece:
-        """Return a node's answer.
-
-        Raises:
-            _GoneError: the node is not connected, or no longer.
-            TimeoutError: it has not answered in time.
-
-        """
-        answer: asyncio.Future[LogPiece] = asyncio.get_running_loop().create_future()
-        self._asked[wanted.request] = node_id, answer
-        try:
-            if not self.send(node_id, wanted):
-                raise _GoneError
-            async with self.within(wanted.wait_ms + ANSWER_MS):
-                return await answer
-        finally:
-            del self._asked[wanted.request]
-
-    @asynccontextmanager
-    async def within(self, timeout_ms: int) -> AsyncGenerator[None]:
-        """Raise a TimeoutError from the body once the clock has advanced by `timeout_ms`."""
-        async with asyncio.timeout(None) as limit:
-            call = self.clock.call_at(self.clock.now_ms() + timeout_ms, lambda: limit.reschedule(0))
-            try:
-                yield
-            finally:
-                call.cancel()
 
 
 def _check(membership: Membership, wanted: LogsWanted) -> None:
@@ -324,7 +273,7 @@ class LogReader:
         """Read from a node to its end; with `expected`, wait for it if it is away."""
         wanted, fresh = self._wanted, not positions
         asked = ReadLog(
-            request=self._logs.next_number(),
+            request=self._logs.requests.next_number(),
             rdzv_id=self.rdzv_id,
             round=self._first if round_ is None else round_,
             rank=wanted.rank,
@@ -371,14 +320,15 @@ class LogReader:
         while True:
             node.connected.clear()
             try:
-                piece = await self._logs.ask(node.node_id, asked)
+                within_ms = asked.wait_ms + ANSWER_MS
+                piece = await self._logs.requests.ask(node.node_id, asked, LogPiece, within_ms)
             except TimeoutError:
-                seconds = (asked.wait_ms + ANSWER_MS) / 1000
+                seconds = within_ms / 1000
                 raise _NoMoreError(
                     f"it has sent nothing for {seconds:g} s: its agent may be held up; "
                     f"{self._where(node)}"
                 ) from None
-            except _GoneError:
+            except GoneError:
                 absent = f"its agent is not connected; {self._where(node)}"
             else:
                 if len(piece.data) > asked.max_bytes:
@@ -388,7 +338,7 @@ class LogReader:
             if not expected or not may_return:
                 raise _NoMoreError(absent)
             try:
-                async with self._logs.within(ANSWER_MS):
+                async with self._logs.requests.within(ANSWER_MS):
                     await node.connected.wait()
             except TimeoutError:
                 if not self._wanted.follow or self._over:

@@ -1,5 +1,7 @@
 """The HTTP listener: probes (/healthz, /readyz), /metrics, and /sd, which lists scrape targets.
 
+Metrics of a node come from its agent, on the stream that it has opened.
+
 It also serves the JSON API (`api`) and the live page, which shows data from the API (`page_files`).
 The gate checks every request (`_checking_roles`). /sd answers in the format of Prometheus's HTTP
 service discovery.
@@ -11,6 +13,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -36,10 +39,13 @@ from rdzv.transport.endpoints import Listen, cannot_listen
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+NODE_METRICS = "/metrics/nodes/{node_id}"
+
 PATHS: dict[str, Row] = {
     "GET /healthz": OPEN,
     "GET /readyz": OPEN,
     "GET /metrics": READ,
+    f"GET {NODE_METRICS}": READ,
     "GET /sd": READ,
     # The page's files are the same for every caller; its data comes from the API.
     "GET /": OPEN,
@@ -77,6 +83,7 @@ async def serving_http(
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz_of(replica)),
             web.get("/metrics", _metrics_of(metrics)),
+            web.get(NODE_METRICS, _node_metrics_of(replica)),
             web.get("/sd", _sd_of(replica, config, listen)),
         ]
     )
@@ -168,12 +175,16 @@ def _metrics_of(metrics: MetricsPage) -> Handler:
     return _metrics
 
 
-def _target(address: str, **labels: str) -> dict[str, object]:
-    return {"targets": [address], "labels": labels}
+def _node_metrics_of(replica: Replica) -> Handler:
+    async def _node_metrics(request: web.Request) -> web.Response:
+        page = await replica.driver.requests.read_metrics(request.match_info["node_id"])
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})
+
+    return _node_metrics
 
 
 def _sd_of(replica: Replica, config: RdzvdSettings, listen: Listen) -> Handler:
-    """Return a handler that lists this server and, if it leads, the agents that serve /metrics.
+    """Return a handler that lists this server and, if it leads, every rdzv-agent.
 
     Each server lists itself: if it dies, it stays on Prometheus's list and its absence is noticed.
     """
@@ -186,9 +197,12 @@ def _sd_of(replica: Replica, config: RdzvdSettings, listen: Listen) -> Handler:
             host = config.advertise.host
         elif not listen.unspecified:
             host = listen.host
-        groups = [_target(str(Listen(host, port)), __meta_rdzv_kind="server")]
-        for node_id, address in sorted(replica.agents().items()):
-            groups.append(_target(address, __meta_rdzv_kind="agent", __meta_rdzv_node_id=node_id))
-        return web.json_response(groups)
+        driver, labels = replica.proven_driver(), [{"rdzv_kind": "server"}]
+        for node_id in () if driver is None else driver.fleet.agents():
+            path = NODE_METRICS.format(node_id=quote(node_id, safe=""))
+            of_node = {"rdzv_kind": "agent", "node_id": node_id, "__metrics_path__": path}
+            labels.append(of_node)
+        target = str(Listen(host, port))
+        return web.json_response([{"targets": [target], "labels": one} for one in labels])
 
     return _sd

@@ -61,7 +61,6 @@ def _shown(
         cordoned=cordon is not None,
         cordon_reason=(cordon.reason if cordon is not None else "") or None,
         cordon_age_ms=max(now_ms - cordon.at_ms, 0) if cordon is not None else None,
-        metrics=(known.metrics if known is not None else "") or None,
         cordoned_besides=own is not None and ordered is not None,
     )
     if quarantined is not None:

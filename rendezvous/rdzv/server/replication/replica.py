@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rdzv import errors
@@ -109,10 +109,6 @@ class Replica:
 
     def proven_driver(self) -> Driver | None:
         return self._driver if self.proven else None
-
-    def agents(self) -> Mapping[str, str]:
-        driver = self.proven_driver()
-        return driver.fleet.scrape_targets() if driver is not None else {}
 
     def _not_leader(self) -> errors.NotLeaderError:
         leader = self.election.leader if self.election else None

@@ -78,8 +78,6 @@ class Reported:
     resources: NodeResources | None
     """The node's resources for submitted jobs, or None if it accepts none."""
     holdings: tuple[Holding, ...] = ()
-    metrics: str = ""
-    """The address at which the node's agent serves /metrics; empty if it serves none."""
     failing: tuple[FailingCheck, ...] = ()
     failing_since_ms: int = 0
 
@@ -103,8 +101,8 @@ class Fleet:
         self.reported: dict[str, Reported] = {}
         self.wishes: dict[str, Drain] = {}
         """The drains that nodes have announced themselves."""
-        self._lost_targets: dict[str, tuple[str, int]] = {}
-        """Where agents of lost nodes served /metrics, and when they were lost, in that order."""
+        self._lost_agents: dict[str, int] = {}
+        """When each rdzv-agent was lost, in that order."""
 
     async def load(self) -> None:
         await self._document.load()
@@ -277,7 +275,7 @@ class Fleet:
 
     def note_hello(self, hello: Hello) -> None:
         node_id, former = hello.node_id, self.reported.get(hello.node_id)
-        self._lost_targets.pop(node_id, None)
+        self._lost_agents.pop(node_id, None)
         if hello.draining is not None and hello.draining.own:
             self._note_wish(node_id, hello.draining)
         else:
@@ -286,7 +284,6 @@ class Fleet:
             hello.agent_version,
             hello.resources,
             hello.holdings.holdings,
-            hello.metrics,
             former.failing if former else (),
             former.failing_since_ms if former else 0,
         )
@@ -327,25 +324,22 @@ class Fleet:
         """Forget a node that was given up; if it returns, it reports everything again."""
         self.wishes.pop(node_id, None)
         known = self.reported.pop(node_id, None)
-        if known is not None and known.metrics:
-            self._lost_targets[node_id] = known.metrics, self._clock.now_ms()
-            if len(self._lost_targets) > self._driver.config.limits.nodes:
-                del self._lost_targets[next(iter(self._lost_targets))]
+        if known is not None and known.resources is not None:
+            self._lost_agents[node_id] = self._clock.now_ms()
+            if len(self._lost_agents) > self._driver.config.limits.nodes:
+                del self._lost_agents[next(iter(self._lost_agents))]
         self._driver.placer.wake()
 
-    def scrape_targets(self) -> dict[str, str]:
-        """Return the addresses at which agents serve /metrics, by node_id.
+    def agents(self) -> list[str]:
+        """Return the nodes whose rdzv-agent has metrics.
 
-        A lost node stays listed for a while: if it were removed at once, Prometheus would forget
-        it, and no alert would report that it no longer responds.
+        A lost one stays for a while: if it were removed at once, Prometheus would forget it, and
+        no alert would report that it no longer responds.
         """
         since_ms = self._clock.now_ms() - TARGET_KEPT_MS
-        kept = {n: one for n, one in self._lost_targets.items() if one[1] > since_ms}
-        self._lost_targets = kept
-        present = {n: said.metrics for n, said in self.reported.items() if said.metrics}
-        # A node restarted under another name keeps its address, so list it only under its new name.
-        taken = set(present.values())
-        return {n: at for n, (at, _) in kept.items() if at not in taken} | present
+        self._lost_agents = {n: at for n, at in self._lost_agents.items() if at > since_ms}
+        present = (n for n, said in self.reported.items() if said.resources is not None)
+        return sorted((*present, *self._lost_agents))
 
 
 def _taken(

@@ -308,8 +308,8 @@ class Reports:
             return
         node_id, driver = stream.node_id, self._driver
         match said:
-            case messages.LogPiece():
-                driver.logs.take(node_id, said)
+            case messages.LogPiece() | messages.NodeMetrics():
+                driver.requests.take(node_id, said)
             case messages.Stacks():
                 driver.stacks.take_in(node_id, said)
             case messages.Health():
