@@ -39,6 +39,7 @@ from rdzv.agent.runner.processes import children_of
 from rdzv.agent.runner.requests import RenewFence, WorkerSpec, ZygoteSpec
 from rdzv.agent.runner.system import boottime_ms
 from rdzv.agent.runner.warm_forks import FORK_TIMEOUT_S, MAX_FORKS_AT_ONCE
+from rdzv.agent.runner.zygote_process import STILL_IMPORTING
 from rdzv.agent.runner_link.runner_link import RunnerLink
 
 SCRIPTS = Path(__file__).with_name("warm_scripts")
@@ -469,7 +470,7 @@ async def test_workers_do_not_wait_for_a_zygote_that_imports(node: WarmNode, wai
     zygote = node.zygote(sys.executable, "-u", script, "pause", "x", modules=["slow"])
     await start_pausing(node, 0, replace(zygote, wait_s=wait_s))
     cold = await node.heard(WorkersStartedCold)
-    assert cold == WorkersStartedCold(0, (0, 1), "the zygote is still importing")
+    assert cold == WorkersStartedCold(0, (0, 1), STILL_IMPORTING)
 
 
 async def test_workers_wait_for_a_zygote_if_they_are_to(node: WarmNode) -> None:

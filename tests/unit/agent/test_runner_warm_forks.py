@@ -19,7 +19,7 @@ from rdzv.agent.runner.channel import MAX_JOB_FRAME_BYTES, Channel
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.runner import Runner
 from rdzv.agent.runner.warm_forks import Fork, WarmStart
-from rdzv.agent.runner.zygote_process import Forked
+from rdzv.agent.runner.zygote_process import Forked, WarmRestarts
 from tests.support.fake_runner import FakeRunner
 
 
@@ -114,6 +114,20 @@ def test_a_script_that_exits_before_it_is_ready_has_run(runner: Forking) -> None
     runner.children.taken[11].reap(3)
     assert (start.ran, start.exits, runner.owner.cold) == ([11], [3], [])
     assert runner.forks.wanted() == []
+
+
+@pytest.mark.parametrize(("wait_s", "within_s"), [(0.0, 2.0), (7.0, 7.0)])
+def test_a_zygote_that_imports_is_awaited_as_long_as_asked_or_as_it_is_worth(
+    runner: Forking, monkeypatch: pytest.MonkeyPatch, wait_s: float, within_s: float
+) -> None:
+    monkeypatch.setattr(WarmRestarts, "worth_waiting_s", 2.0)
+    monkeypatch.setattr(Zygote, "is_ready", False)
+    runner.zygote.spec.wait_s = wait_s
+    assert runner.forks.within_s() is None  # There is no zygote.
+    monkeypatch.setattr(Zygote, "imports", True)
+    assert runner.forks.within_s() == within_s
+    monkeypatch.setattr(WarmRestarts, "worth_waiting_s", 0.0)
+    assert runner.forks.within_s() == (wait_s or None)
 
 
 def test_a_fork_that_dies_without_that_word_has_run_nothing(runner: Forking) -> None:

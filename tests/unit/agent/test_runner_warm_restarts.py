@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rdzv.agent.runner import zygote_process
 from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.zygote_process import (
     MAX_REPORTS_PER_WORKER,
@@ -88,6 +89,24 @@ def test_when_all_have_imported_it_starts_at_once() -> None:
     alone.report()
     assert alone.begins_within(0)
     alone.restarts.close()
+
+
+def test_workers_wait_for_a_zygote_that_is_due_before_a_cold_start_would_be(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(zygote_process, "time", SimpleNamespace(monotonic=lambda: now))
+    watched.restarts.begin_round(1)
+    assert watched.restarts.worth_waiting_s == 0
+    now += 3
+    watched.report()
+    assert watched.begins_within(3)
+    waits = []
+    for age_s in (0, 2, 4, 6):
+        watched.restarts.begin_round(1)  # The worker has failed.
+        waits.append((age_s, round(watched.restarts.worth_waiting_s, 3)))
+        now += 2
+    assert waits == [(0, 0), (2, 0), (4, 2), (6, 0)]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from functools import partial
 from .channel import Link
 from .descriptors import dup_fds
 from .frames import RequestError
-from .zygote_process import WarmRestarts, ZygoteProcess
+from .zygote_process import STILL_IMPORTING, WarmRestarts, ZygoteProcess
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class WarmForks:
         spec = self.zygote.spec
         if spec is None or not self.zygote.imports:
             return None
-        return spec.wait_s or None
+        return spec.wait_s or self.restarts.worth_waiting_s or None
 
     def has_imported(self, module: str, python: str, identity: Identity | None) -> bool:
         spec = self.zygote.spec
@@ -216,7 +216,7 @@ class WarmForks:
             # Such a zygote must not get any more requests.
             self.zygote.give_up(f"it has not forked within {FORK_TIMEOUT_S:g} s")
         waiting = [start for start in late if start.fork is None]
-        self._give_up(waiting, "the zygote is still importing")
+        self._give_up(waiting, STILL_IMPORTING)
         self._give_up(late, f"its fork was not ready within {FORK_TIMEOUT_S:g} s")
 
     def _give_up(self, starts: Iterable[WarmStart], reason: str) -> None:

@@ -61,6 +61,8 @@ YOUNG_S = 60.0
 its workers do not import torch.
 """
 
+STILL_IMPORTING = "the zygote is still importing; later restarts are warm"
+
 CRASH_WITHIN_S = 10.0
 """The time after its start within which a warm worker's crash is blamed on the fork."""
 
@@ -133,7 +135,7 @@ class ZygoteProcess:
     def not_ready_because(self) -> str:
         if self._zygote is None:
             return self._none_because
-        return self._lost_because or "the zygote is still importing"
+        return self._lost_because or STILL_IMPORTING
 
     def keep(self, spec: ZygoteSpec) -> None:
         if self.spec is None:
@@ -274,6 +276,16 @@ class WarmRestarts:
         self._imported: set[int] = set()
         self._rounds = 0
         self._since = 0.0
+        self._round_began_at = 0.0
+        self._import_s = 0.0
+        """How long this node's workers have taken to import torch; 0 until they have."""
+        self._zygote_due_at = 0.0
+
+    @property
+    def worth_waiting_s(self) -> float:
+        """How long workers wait for the zygote that imports; 0 if a cold start would be sooner."""
+        left_s = self._zygote_due_at - time.monotonic()
+        return left_s if 0 < left_s <= self._import_s else 0.0
 
     @property
     def cold_because(self) -> str:
@@ -304,8 +316,9 @@ class WarmRestarts:
         if not self._wanted:
             return
         self._rounds += 1
+        self._round_began_at = time.monotonic()
         if self._rounds == 1:
-            self._since = time.monotonic()
+            self._since = self._round_began_at
         self._workers = workers
         self._imported.clear()
         self._reports_left = MAX_REPORTS_PER_WORKER * workers
@@ -344,6 +357,10 @@ class WarmRestarts:
 
     def _begin(self) -> None:
         if self._wanted and not self._loop.shutting_down:
+            now = time.monotonic()
+            self._import_s = now - self._round_began_at
+            # It imports torch._dynamo, too, which takes as much CPU as torch.
+            self._zygote_due_at = now + 2 * self._import_s
             self._zygote.begin()
 
     # ------------------------------------------------------------------ reports
