@@ -174,7 +174,7 @@ def test_suspects_are_innocent_where_a_worker_was_killed(c: Cluster) -> None:
     assert after[:2] == before[:2]
     assert after[2] != before[2]
     assert c.status().restarts == 1
-    c.wait_for_text(node, "local_rank 2 is cold: its worker ended with signal 9 (SIGKILL)")
+    c.wait_for_text(node, "local_rank 2 cold: its worker ended with signal 9 (SIGKILL)")
 
 
 # ------------------------------------------------------------------ while they are parked
@@ -288,7 +288,7 @@ def test_an_agent_that_has_adopted_workers_restarts_them_warm(d: Nodes) -> None:
     os.kill(before[1], signal.SIGKILL)
     after = pids(d.cluster.wait_for_round(1, workers=2))
     assert after[0] == before[0]
-    d.cluster.wait_for_text(again, "1 worker new (local_rank 1 is warm")
+    d.cluster.wait_for_text(again, "1 worker new (local_rank 1 warm")
 
 
 def test_parked_workers_wait_for_the_next_agent(d: Nodes) -> None:

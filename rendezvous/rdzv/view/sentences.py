@@ -108,11 +108,18 @@ def _loaded(event: history.RoundCompleted) -> str:
 def started(event: events.WorkersStarted) -> str:
     """Describe how a round got its workers and why some of them are new or cold.
 
-    >>> late = events.NewWorker(3, "n2", "warm", "it did not park in time")
-    >>> started(events.WorkersStarted(1, kept=5, warm=1, cold=0, new=(late,)))
-    '5 kept, 1 warm: RANK 3 on n2 is warm (it did not park in time)'
+    >>> late = [events.NewWorker(rank, "n2", "warm", "it did not park in time") for rank in (2, 3)]
+    >>> started(events.WorkersStarted(1, kept=4, warm=2, cold=0, new=tuple(late)))
+    '4 kept, 2 warm: RANK 2-3 on n2 are warm (it did not park in time)'
     """
-    new = [f"RANK {one.rank} on {one.node_id} is {one.how} ({one.why})" for one in event.new]
+    alike: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for one in event.new:
+        alike.setdefault((one.how, one.why), {}).setdefault(one.node_id, []).append(one.rank)
+    new = []
+    for (how, why), ranks in alike.items():
+        who = ", ".join(f"RANK {ranks_text(on)} on {node}" for node, on in ranks.items())
+        verb = "is" if sum(map(len, ranks.values())) == 1 else "are"
+        new.append(f"{who} {verb} {how} ({why})")
     return ": ".join(part for part in (origins(event), "; ".join(new)) if part)
 
 

@@ -81,7 +81,7 @@ def test_kept_and_new_workers_are_told_apart(s: Story, caplog: pytest.LogCapture
     s.resume(1, 0, 1)
     assert caplog.messages == [
         "job: round 1: 2 workers kept (local_rank 0, 1), parked in 0.12 s and continued in 0.05 s, "
-        "1 worker new (local_rank 2 is warm: its worker ended with signal 9 (SIGKILL))"
+        "1 worker new (local_rank 2 warm: its worker ended with signal 9 (SIGKILL))"
     ]
 
 
@@ -98,12 +98,11 @@ def test_each_reason_is_that_of_its_round(s: Story, caplog: pytest.LogCaptureFix
     s.stop(1)
     s.starts.runner_said(events.WorkersGone(1))
     s.start(2, "cold", "cold", "cold")
-    parked = "local_rank 1 is cold: its worker was parked, and has ended"
+    parked = "local_rank 1 cold: its worker was parked, and has ended"
     assert caplog.messages == [
         "job: round 1: 1 worker kept (local_rank 2), parked in 0.12 s and continued in 0.05 s, "
-        f"2 workers new (local_rank 0 is cold: it did not park in time; {parked})",
-        "job: round 2: 3 workers new (local_rank 0 is cold; local_rank 1 is cold; "
-        "local_rank 2 is cold)",
+        f"2 workers new (local_rank 0 cold: it did not park in time; {parked})",
+        "job: round 2: 3 workers new (local_rank 0-2 cold)",
     ]
 
 

@@ -147,13 +147,14 @@ class LocalStarts:
                 f"{self._parked_ms / 1000:.2f} s and continued in {went_on_s:.2f} s"
             )
         if new := sorted(self._how.keys() - kept):
-            each = "; ".join(self._describe(rank) for rank in new)
+            alike: dict[str, list[int]] = {}
+            for rank in new:
+                # If none is kept, why each is new says no more than the end of the last round did.
+                why = self._why(rank) if kept else ""
+                alike.setdefault(self._how[rank] + (f": {why}" if why else ""), []).append(rank)
+            each = "; ".join(f"local_rank {ranges(alike[how])} {how}" for how in alike)
             parts.append(f"{counted(len(new), 'worker')} new ({each})")
         return ", ".join(parts)
-
-    def _describe(self, rank: int) -> str:
-        why = self._why(rank)
-        return f"local_rank {rank} is {self._how[rank]}" + (f": {why}" if why else "")
 
     def _why(self, rank: int) -> str:
         if self._how[rank] in (_KEPT, _HOT):
