@@ -18,7 +18,7 @@ os.environ["GRPC_VERBOSITY"] = "NONE"
 
 # As in the agent: a fork while gRPC is at work would else write to stderr, which tests read, or
 # hang.
-from rdzv.agent.system import grpc_forks  # noqa: F401
+from rdzv.transport import grpc_forks  # noqa: F401
 
 ROOT = str(Path(__file__).parents[1])
 if ROOT not in sys.path:

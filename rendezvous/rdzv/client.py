@@ -15,6 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
+# isort: off
+from rdzv.transport import grpc_forks  # noqa: F401  # before anything imports gRPC
+
+# isort: on
 import grpc
 from google.protobuf.message import Message
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 
 # isort: off
-from rdzv.agent.system import grpc_forks  # noqa: F401  # before anything imports gRPC
+from rdzv.transport import grpc_forks  # noqa: F401  # before anything imports gRPC
 
 # isort: on
 from rdzv.agent.app.agent_config import DEFAULT_FILE, check_directories, read_config

@@ -20,6 +20,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.launch_options import kinds
 from rdzv.launch_options.declared_flags import CONF, Keys, read_keys, unknown_key
 from rdzv.structs import struct
+from rdzv.transport import grpc_forks
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.transport.endpoints import Endpoint, parse_endpoints, refuse_link_local
 from rdzv.transport.job_secret import read_secret
@@ -94,6 +95,13 @@ def read_options(params: RendezvousParameters) -> PluginOptions:
 
 def _read(params: RendezvousParameters, conf: Mapping[str, Any]) -> PluginOptions:
     config = launch_config()
+    if grpc_forks.TOO_LATE and config and config.start_method == "fork":
+        log.warning(
+            "something imported gRPC before rdzv, with its fork handlers, so workers that are "
+            "forked may die of SIGSEGV: set %s=0 before gRPC is imported, or launch with "
+            "start_method='spawn'",
+            grpc_forks.OPTION,
+        )
     files = {name: conf[key] for key, name in FILES.items()}
     endpoints, local_addr = parse_endpoints(params.endpoint), params.local_addr or ""
     refuse_link_local(endpoints, local_addr)
