@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -33,19 +34,20 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.utils import store as store_util
 
 from rdzv import errors
-from rdzv.client import Endpoint
+from rdzv.client import ControlClient, Endpoint
 from rdzv.core.model import JobState, LeaveCause, ScaleUp, Settings
 from rdzv.errors import SettingsMismatchError
 from rdzv.server import wire
 from rdzv.structs import replace
 from rdzv.torchrun import handler as handler_module
-from rdzv.torchrun import plugin
+from rdzv.torchrun import plugin, plugin_options
 from rdzv.torchrun.conversation import Talk
 from rdzv.torchrun.handler import RdzvHandler
 from rdzv.torchrun.plugin_options import KEYS, PluginOptions, read_options
 from rdzv.torchrun.round_store import EXIT_BARRIER
 from rdzv.torchrun.signals import watch_signals
 from rdzv.torchrun.sync_stream import NodeStream
+from rdzv.transport import grpc_forks
 from rdzv.transport.channels import PLAIN, Credentials
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.v1.rdzv_pb2_grpc import RendezvousServicer, add_RendezvousServicer_to_server
@@ -392,7 +394,6 @@ def test_workers_are_to_be_restarted_once_the_server_has_ended_the_round(made: M
     assert run.handler.num_nodes_waiting() == 0, "that was another round"
     run.stream.tell(round_ended(0))
     assert run.handler.num_nodes_waiting() > 0
-    assert not run.handler.is_closed()
     run.stream.answers.append(line(1))
     run.handler.next_rendezvous()
     assert run.handler.num_nodes_waiting() == 0
@@ -471,9 +472,82 @@ def test_who_joins_again_waits_for_a_server_from_then_on(made: Made) -> None:
     assert time.monotonic() - began_s >= 0.2
 
 
-def test_without_a_server_the_job_can_not_be_closed() -> None:
+UNKNOWN = errors.UnknownJobError("no job-7")
+
+
+@pytest.mark.parametrize(
+    ("joined", "answers", "expected"),
+    [
+        (False, [("r1", False), ("r1", True)], [False, True, True]),
+        (False, [("r1", True), ("r1", True), ("r2", False), ("r2", True)], [False] * 3 + [True]),
+        (False, [UNKNOWN, ("r1", False), UNKNOWN, ("r2", False)], [False] * 3 + [True] * 2),
+        (True, [UNKNOWN, (RUN, False), (RUN, True)], [False, False, True, True]),
+        (True, [("r2", False)], [True, True]),
+    ],
+)
+def test_a_run_counts_as_closed_if_this_node_knew_it_open(
+    made: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    joined: bool,
+    answers: list[Any],
+    expected: list[bool],
+) -> None:
+    """However late an answer is: it was once compared by its age, and a fresh close looked old."""
+    run = made(line(0))
+    if joined:
+        run.handler.next_rendezvous()
+    given = iter(answers)
+
+    def status(_: ControlClient, rdzv_id: str) -> SimpleNamespace:
+        assert rdzv_id == "job-7"
+        answer = next(given)
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(run=answer[0], closed=answer[1])
+
+    monkeypatch.setattr(ControlClient, "status", status)
+    assert [run.handler.is_closed() for _ in expected] == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (errors.RendezvousConnectionError("no answer"), RendezvousConnectionError),
+        (errors.UnauthenticatedError("no token"), RendezvousError),
+    ],
+)
+def test_what_cannot_be_asked_is_not_told_as_open_or_closed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    handler = RdzvHandler(read_options(params()))
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlClient, "status", fail)
+        for call in (handler.is_closed, handler.set_closed, handler.is_closed):
+            with pytest.raises(raised, match=str(error)):
+                call()
+    monkeypatch.setattr(ControlClient, "status", lambda *_: SimpleNamespace(run="r", closed=False))
+    assert not handler.is_closed()
     with pytest.raises(RendezvousConnectionError, match=r"cannot reach rdzvd at 127\.0\.0\.1:1"):
-        RdzvHandler(read_options(params())).set_closed()
+        handler.set_closed()
+
+
+def test_forked_workers_are_warned_of_if_grpc_was_imported_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warned(too_late: bool, method: str) -> bool:
+        caplog.clear()
+        launch = SimpleNamespace(start_method=method, nproc_per_node=1, role="default")
+        monkeypatch.setattr(grpc_forks, "TOO_LATE", too_late)
+        monkeypatch.setattr(plugin_options, "launch_config", lambda: launch)
+        read_options(params())
+        return "set GRPC_ENABLE_FORK_SUPPORT=0 before gRPC is imported" in caplog.text
+
+    assert warned(True, "fork")
+    assert not warned(True, "spawn")
+    assert not warned(False, "fork")
 
 
 # ------------------------------------------------------------------ its stream

@@ -10,12 +10,14 @@ over, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -51,9 +53,10 @@ class RdzvHandler(RendezvousHandler):
         self._options = options
         self.talk = Talk(options)
         self._news = self.talk.news
-        self._made_at_s = time.monotonic()
         self._joined_at_s = 0.0
         self._has_closed = False
+        self._seen_run = ""
+        """The first run that `is_closed` found open, for a node that has not joined."""
         # An interrupted launch makes no further calls. At exit, the conversation ends by itself.
         weakref.finalize(self, self.talk.abandon).atexit = False
 
@@ -119,21 +122,24 @@ class RdzvHandler(RendezvousHandler):
     def is_closed(self) -> bool:
         """Return whether the job forms no more rounds, also because another node has closed it.
 
-        Unless this node has heard of it, it asks the server; without an answer, the result is
-        False. Once True, it stays so. A run that was closed before this handler was made does not
-        count, since a node that joins now begins the next one.
+        Unless this node has heard of it, it asks the server. Once True, it stays so. Only a run
+        counts that this node has joined, or that an earlier call found open: where another was
+        closed, a node that joins now begins the next one.
+
+        Raises:
+            RendezvousConnectionError: no server could be reached, so it is not known.
+            RendezvousError: the server refuses to answer; the message has the reason.
         """
         with self._news:
             if self.talk.ended or self._has_closed:
                 return True
-        made_ms = round((time.monotonic() - self._made_at_s) * 1000)
-        try:
-            with self._client() as client:
-                present = client.status(self._options.rdzv_id)
-        except errors.RendezvousError as error:
-            log.debug("cannot ask whether %s is closed: %s", self._options.rdzv_id, error)
-            return False
-        self._has_closed = present.closed and present.state_age_ms <= made_ms
+            run = self.talk.run or self._seen_run
+        with self._asking() as client, contextlib.suppress(errors.UnknownJobError):
+            present = client.status(self._options.rdzv_id)
+            if run:
+                self._has_closed = present.closed or present.run != run
+            elif not present.closed:
+                self._seen_run = present.run or ""
         return self._has_closed
 
     def set_closed(self) -> None:
@@ -146,20 +152,23 @@ class RdzvHandler(RendezvousHandler):
             RendezvousConnectionError: no server could be reached.
             RendezvousError: the server refuses to stop the run; the message has the reason.
         """
-        self._has_closed = True
         name, why = self._options.rdzv_id, f"{self._options.node_id} has closed it (set_closed)"
+        no_run = errors.UnknownJobError, errors.RendezvousClosedError
+        with self._asking() as client, contextlib.suppress(*no_run):
+            client.stop(name, client.status(name).run or "", why)
+        self._has_closed = True
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[ControlClient]:
+        """Yield a client, and raise its errors as torch's."""
+        options = self._options
         try:
-            with self._client() as client:
-                client.stop(name, client.status(name).run or "", why)
-        except (errors.UnknownJobError, errors.RendezvousClosedError):
-            return
+            with ControlClient(options.endpoints, credentials=options.credentials) as client:
+                yield client
         except errors.RendezvousConnectionError as error:
             raise RendezvousConnectionError(str(error)) from error
         except errors.RendezvousError as error:
             raise RendezvousError(str(error)) from error
-
-    def _client(self) -> ControlClient:
-        return ControlClient(self._options.endpoints, credentials=self._options.credentials)
 
     def shutdown(self) -> bool:
         """Report to the server how this node's part in the job ended, and close the stream.
