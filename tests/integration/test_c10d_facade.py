@@ -158,7 +158,7 @@ def test_unmodified_torchruns_form_restart_grow_and_end(c: Cluster, torchrun: To
     c.finish()
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0, 0]
     ended = c.wait_for_state("stopped", PATIENCE_S)
-    assert ended.reason.headline == "closed by its nodes; c10d does not tell how it ended"
+    assert ended.reason.headline == "closed by its nodes; c10d does not report how it ended"
     events = c.run("rdzvctl", "--server", c.endpoint, "events", JOB)
     assert (events.returncode, events.stdout) == (0, f"no events of {JOB} are kept\n")
 

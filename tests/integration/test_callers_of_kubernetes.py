@@ -81,7 +81,7 @@ def test_pods_call_with_the_tokens_that_kubelet_gives_them(
     # An agent may act for the node that its pod is on, and for no other.
     other = running.start_node("gpu-8", nnodes="1:1", environ=shown(running, agent))
     assert other.wait() == DENIED
-    assert "gpu-7 (service account rdzv/agent) may not speak for node gpu-8" in other.text
+    assert "gpu-7 (service account rdzv/agent) may not act for node gpu-8" in other.text
 
     # The server restarts while the issuer is away: a node retries until it is back, and trains on.
     issuer.away = True

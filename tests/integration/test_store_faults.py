@@ -210,5 +210,5 @@ async def test_a_store_that_can_not_be_written_is_away_until_it_can(tmp_path: Pa
         server.lines += server.process.stderr
         said = [line for line in server.lines if "the store is" in line]
         assert len(said) == 2, server.lines
-        assert "workers run on, nothing new is decided" in said[0]
+        assert "workers continue, nothing new is decided" in said[0]
         assert "the store is back after" in said[1]

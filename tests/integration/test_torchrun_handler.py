@@ -297,7 +297,7 @@ def line(number: int, group_rank: int = 0, nodes: int = 1, port: int = 0) -> pb.
 
 def round_ended(number: int) -> pb.ServerMessage:
     ended = pb.RoundOver(
-        rdzv_id="job-7", run=RUN, round=number, cause=pb.NODE_LOST, reason="n2: lease ran out"
+        rdzv_id="job-7", run=RUN, round=number, cause=pb.NODE_LOST, reason="n2: lease expired"
     )
     return pb.ServerMessage(round_ended=ended)
 

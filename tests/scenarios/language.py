@@ -433,7 +433,7 @@ _READERS: Mapping[str, _Reader] = {
     "back": lambda line, node_id, incarnation, said: commands.MarkBack(node_id, incarnation),
     "heard": lambda line, node_id, incarnation, said: commands.MarkHeard(node_id),
     "lost": lambda line, node_id, incarnation, said: commands.MarkLost(
-        node_id, incarnation, line.word("lease ran out")
+        node_id, incarnation, line.word("lease expired")
     ),
 }
 

@@ -226,7 +226,7 @@ class Job:
     def back(self, *node_ids: str) -> tuple[Event, ...]:
         return self._all([MarkBack(node_id, 1) for node_id in node_ids])
 
-    def lost(self, *node_ids: str, reason: str = "lease ran out") -> tuple[Event, ...]:
+    def lost(self, *node_ids: str, reason: str = "lease expired") -> tuple[Event, ...]:
         return self._all([MarkLost(node_id, 1, reason) for node_id in node_ids])
 
     def _all(self, commands: Iterable[Command]) -> tuple[Event, ...]:

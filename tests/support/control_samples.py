@@ -25,7 +25,7 @@ def joining() -> pb.JobStatus:
             headline="waiting for 1 more node (have 2 of 3:4)",
             then="gives up in",
             left_ms=588_000,
-            items=[pb.ReasonItem(who="n7", state="lost", cause="lease ran out")],
+            items=[pb.ReasonItem(who="n7", state="lost", cause="lease expired")],
         ),
         min_nodes=3,
         max_nodes=4,
@@ -141,7 +141,7 @@ def large() -> pb.JobStatus:
     items = [
         pb.ReasonItem(who="node-123", state="away", cause=cause, then=then, left_ms=3_200),
         pb.ReasonItem(who="node-903", state="left", cause="signal 15 (SIGTERM)"),
-        pb.ReasonItem(who="node-904", state="lost", cause="lease ran out"),
+        pb.ReasonItem(who="node-904", state="lost", cause="lease expired"),
     ]
     return pb.JobStatus(
         rdzv_id="llm-70b",
@@ -190,7 +190,7 @@ def watched() -> pb.JobStatus:
 def history() -> list[pb.Event]:
     """Three events of one second."""
     texts = (
-        ("NodeLost", "n3 was lost: lease ran out"),
+        ("NodeLost", "n3 was lost: lease expired"),
         ("RoundEnded", "round 2 ended: n3 was lost"),
         ("NodeStopped", "n1 has stopped round 2"),
     )

@@ -163,7 +163,7 @@ class Life:
     def _lose(self, node: str, failure: Failure, silent_ms: int) -> None:
         self._present.remove(node)
         heapq.heappush(self._coming, (failure.at_ms + failure.away_ms + silent_ms, -1, node))
-        self._say(events.NodeLost(node, "lease ran out", silent_ms=silent_ms))
+        self._say(events.NodeLost(node, "lease expired", silent_ms=silent_ms))
 
     def _gather(self) -> bool:
         """Wait for enough nodes, and form a round; return whether there is one before the end."""

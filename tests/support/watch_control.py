@@ -54,9 +54,9 @@ HISTORY = (
     event(99_000, "RoundCompleted", "round 9 of a run before", "other"),
     event(1_000, "RunBegan", f"run 1 ({RUN}) began: n1 is there"),
     event(990, "NodeJoined", "n1 joined from 10.0.0.1 with 8 workers"),
-    event(970, "LastCallBegan", "last call: 3 nodes at hand, more may come for 30 s"),
+    event(970, "LastCallBegan", "last call: 3 nodes ready; waiting up to 30 s for more"),
     event(900, "RoundCompleted", "round 1 complete: n1=0..7 n2=8..15 n3=16..23, world_size 24"),
-    event(400, "RoundEnded", "round 1 ended (node lost): n2 was lost: lease ran out"),
+    event(400, "RoundEnded", "round 1 ended (node lost): n2 was lost: lease expired"),
     event(399, "RoundSettled", "round 1 is charged to node lost: n2 was lost"),
     event(350, "RoundCompleted", "round 2 complete: n1=0..7 n3=8..15 n4=16..23, world_size 24"),
 )

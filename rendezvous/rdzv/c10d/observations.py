@@ -35,7 +35,7 @@ STALE_MS = 5_000
 MOST_CLOSED = 1_000
 """How many closed jobs are still shown. The store never deletes them."""
 
-_CLOSED = "closed by its nodes; c10d does not tell how it ended"
+_CLOSED = "closed by its nodes; c10d does not report how it ended"
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]

@@ -52,10 +52,10 @@ class WhyNotLoaded(StrEnum):
 
 
 WHY_NOT_LOADED: Mapping[str, str] = {
-    WhyNotLoaded.NOT_WHOLE: "of no step are all parts held",
-    WhyNotLoaded.OUTDATED: "an earlier round has gone on without them",
+    WhyNotLoaded.NOT_WHOLE: "no step has all parts",
+    WhyNotLoaded.OUTDATED: "an earlier round continued without them",
     WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
-    WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them have failed soon",
+    WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them failed soon",
 }
 
 

@@ -99,7 +99,7 @@ def scaled(before: JobStatus, job: JobStatus) -> str:
         text += f"; of {seated} seated, {job.max_nodes} stay: the group re-forms"
     elif seated < job.min_nodes:
         more = counted(job.min_nodes - seated, "more node")
-        text += f"; the {seated} seated run on until their round ends, and the next needs {more}"
+        text += f"; the {seated} seated continue until their round ends, and the next needs {more}"
     return harmless(text)
 
 
@@ -191,7 +191,7 @@ def budgets(job: JobStatus) -> str:
     if has.restarts_in_vain or has.no_progress_restarts:
         step = "" if has.furthest_step is None else f", furthest step {has.furthest_step}"
         vain = _of(has.restarts_in_vain, has.no_progress_restarts or None)
-        said.append(f"restarts in vain {vain}{step}")
+        said.append(f"restarts without progress {vain}{step}")
     return "; ".join(said)
 
 

@@ -73,7 +73,7 @@ def uncordoned(found: Node, _: Page) -> str:
 def drained(found: Node) -> str:
     name = harmless(found.node_id)
     if found.drain is None:
-        return f"{name} is no longer drained: the drain was lifted meanwhile"
+        return f"{name} is no longer drained: the drain has been lifted"
     if not found.jobs:
         return f"{name} is drained"
     left = duration(found.drain_left_ms or 0)
@@ -88,7 +88,7 @@ def undrained(found: Node, _: Page) -> str:
     if found.cordoned:
         why = _because(found.cordon_reason)
         return (
-            f"{name} is not drained, but still cordoned{why}, so no submitted job is placed on it; "
+            f"{name} is not drained, but still cordoned{why}, so it gets no submitted jobs; "
             f"`rdzvctl uncordon {name}` lifts that"
         )
     return f"the drain of {name} is lifted: {_takes_jobs(found)}"
@@ -97,11 +97,11 @@ def undrained(found: Node, _: Page) -> str:
 def _takes_jobs(node: Node) -> str:
     if node.drain is not None:
         why = _because(node.drain_reason)
-        return f"it is about to leave by itself, so no submitted job is placed on it{why}"
+        return f"it is about to leave by itself, so it gets no submitted jobs{why}"
     if node.quarantine or node.unhealthy:
         what = "quarantined" if node.quarantine else "unhealthy"
         why = _because(node.quarantine or node.unhealthy)
-        return f"it is {what}, so no submitted job is placed on it{why}"
+        return f"it is {what}, so it gets no submitted jobs{why}"
     if node.resources is not None:
         return "submitted jobs are placed on it again"
     if node.state == "connected":

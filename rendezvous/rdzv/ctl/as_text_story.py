@@ -38,7 +38,7 @@ def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
     run = next((run for run in reversed(runs) if run.run == (status.run or "")), None)
     lines = [page.line(bold(status.rdzv_id), _state(status)), ""]
     if run is None:
-        lines += page.sentence("Nothing of its past is kept here.")
+        lines += page.sentence("The server has no history of it.")
     else:
         name_present(run, status)
         lines += [page.line(bold("What happened")), *_story(run, runs, page, now_ms)]
@@ -138,7 +138,7 @@ def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, 
     else:
         text = f"Round {round_.number} is complete"
         if round_ is run.rounds[0]:
-            text += f", {duration(round_.at_ms - round_.since_ms)} after the first had come"
+            text += f", {duration(round_.at_ms - round_.since_ms)} after the first node joined"
         text += f": {counted(round_.workers, 'worker')} on {who}{round_.kept}."
         if round_.started:
             text += f" Its workers: {_sentence(round_.started)}"
@@ -170,10 +170,10 @@ def _end(run: Run, round_: Round) -> str:
     if after is None or after.adopted:
         return text
     lost = duration(after.at_ms - round_.ended_ms)
-    text += f" The next came {lost} later"
+    text += f" The next began {lost} later"
     if round_.settled_ms is not None:
         stop, form = round_.settled_ms - round_.ended_ms, after.at_ms - round_.settled_ms
-        text += f": {duration(stop)} until everyone had stopped, {duration(form)} to form"
+        text += f": {duration(stop)} to stop, {duration(form)} to form"
     return f"{text}."
 
 
@@ -181,8 +181,8 @@ def _skipped(rounds: Sequence[Round]) -> str:
     causes = Counter(round_.charge or round_.cause for round_ in rounds if round_.cause)
     ended = ", ".join(f"{cause} {_times(number)}" for cause, number in causes.most_common())
     return (
-        f"Rounds {rounds[0].number} to {rounds[-1].number} came and went: {ended}. "
-        "`rdzvctl events` has each of them."
+        f"Rounds {rounds[0].number} to {rounds[-1].number} ended: {ended}. "
+        "`rdzvctl events` lists them."
     )
 
 
@@ -213,10 +213,10 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
     lines = _told([(at_ms, _sentence(f"{where}{text}"))], page)
     if len(failures) > 1:
         others = counted(len(failures) - 1, "other worker failure")
-        lines += page.sentence(f"{others} followed in this run; `rdzvctl events` has each of them.")
+        lines += page.sentence(f"{others} followed in this run; `rdzvctl events` lists them.")
     if run.result == "failed" and len(weighed) > 1:
         last = weighed[-1]
-        ended = f"The run ended with that of round {last.number}: {last.charge_reason}"
+        ended = f"The run ended with the failure of round {last.number}: {last.charge_reason}"
         lines += page.sentence(_sentence(ended))
     return lines
 
@@ -251,7 +251,7 @@ def _spent(spent: Ledger) -> list[str]:
     share = as_text_report.share(spent.goodput, steps_reported=spent.steps_reported)
     told = [f"  Training took {duration(trained_ms)} of {duration(spent.wall_ms)} ({share})."]
     if rest := _listed(phases):
-        told.append(f"  The rest: {rest}; `rdzvctl report` has causes and nodes.")
+        told.append(f"  Other time: {rest}; `rdzvctl report` lists causes and nodes.")
     told += [f"  {note}" for note in as_text_report.notes(spent)]
     return told
 
@@ -265,13 +265,12 @@ def _now(status: JobStatus, page: Page) -> list[str]:
     for item in items[:ITEMS_TOLD]:
         lines += page.sentence(_sentence(str(item)), indent=2)
     if more := len(items) - ITEMS_TOLD if len(items) > ITEMS_TOLD else 0:
-        lines += page.sentence(f"And {more} more; `rdzvctl status --all` has them.", indent=2)
+        lines += page.sentence(f"And {more} more; `rdzvctl status --all` lists them.", indent=2)
     lines += page.facts(snapshots(status))
     submission = status.submission
     if submission is not None and submission.jobs_before:
         before = counted(submission.jobs_before, "job")
-        verb = "is" if submission.jobs_before == 1 else "are"
-        lines += page.sentence(f"  {before} {verb} served before it.")
+        lines += page.sentence(f"  Queue: {before} ahead of it.")
     return lines
 
 

@@ -133,7 +133,7 @@ class Driver:
     async def stop(self) -> None:
         """Close every stream, and give decisions in progress a limited time to finish."""
         self.close_streams(
-            RendezvousConnectionError("this server is stopping; workers run on, connect again")
+            RendezvousConnectionError("this server is stopping; workers continue, connect again")
         )
         self.loop_watch.stop()
         self.placer.stop()

@@ -355,7 +355,7 @@ class EtcdStore:
 
     def _deposed(self, leader: KeyValue | None) -> DeposedError:
         by = read_leader(leader) if leader else None
-        now = "nobody leads now" if by is None or by.deposed else f"{by.address} leads now"
+        now = "no server leads now" if by is None or by.deposed else f"{by.address} leads now"
         return DeposedError(
             f"{self.place}: this server no longer leads, {now}; nothing was written"
         )

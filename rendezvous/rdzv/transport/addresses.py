@@ -74,7 +74,7 @@ def own_address(server: Endpoint) -> str:
 
 def unknown_address(server: Endpoint, why: str) -> RendezvousConnectionError:
     return RendezvousConnectionError(
-        f"cannot tell this node's address towards {server}: {why}; if it stays so, give "
+        f"cannot determine this node's address towards {server}: {why}; if it stays so, give "
         "--local-addr=ADDRESS"
     )
 

@@ -70,7 +70,7 @@ def _headline(state: State, now_ms: int) -> Reason:
             text = f"workers may still run on {listed(unheard(state))} (no report)"
             return Reason(text, "waiting at most", _left(unheard_until_ms(state), now_ms))
         case JobState.QUEUED:
-            return Reason("no nodes were chosen for it yet")
+            return Reason("no nodes chosen yet")
         case JobState.JOINING:
             return _joining(state, now_ms)
         case _:
@@ -120,25 +120,25 @@ def _joining(state: State, now_ms: int) -> Reason:
 def _waits_for(state: State, due_ms: int) -> tuple[str, str]:
     failures = state.membership.store_failures
     if due_ms == restart_due_ms(state):
-        return f"; {_backs_off(state.membership, due_ms)}", "goes on in"
+        return f"; {_backs_off(state.membership, due_ms)}", "continues in"
     if due_ms == superseded_until_ms(state):
         who = listed(state.superseded)
-        return f"; waiting for {who} to stop workers of an earlier round", "goes on within"
+        return f"; waiting for {who} to stop workers of an earlier round", "continues within"
     if coming := awaited(state):
-        return f"; {listed(coming)} may still join", "goes on within"
+        return f"; {listed(coming)} may still join", "continues within"
     if state.membership.round is None and state.membership.resumed_at_ms is not None:
-        return "; other nodes may still be running it, and have time to report", "goes on within"
+        return "; waiting for reports of nodes that may still run it", "continues within"
     if state.membership.round is None:
         return "", LAST_CALL
     if failures:
         times = "once" if failures == 1 else f"{failures} times in a row"
-        return f"; backing off because the store host failed {times}", "goes on in"
-    return "; gathering newcomers", "goes on in"
+        return f"; backing off because the store host failed {times}", "continues in"
+    return "; gathering newcomers", "continues in"
 
 
 def _backs_off(membership: Membership, now_ms: int) -> str:
     number, most = restarts_that_count(membership, now_ms), membership.settings.max_restarts
-    waits = f"backs off {duration(backoff_ms(membership))} before restart {number} of {most}"
+    waits = f"backing off {duration(backoff_ms(membership))} before restart {number} of {most}"
     return f"{waits}: {membership.spent.soon} rounds in a row failed soon"
 
 
@@ -158,7 +158,7 @@ def _job_items(state: State, wait: QueuedWait | None, now_ms: int) -> Iterator[R
     if round_.succeeded and job_state(state) is JobState.JOINING:
         done, nodes = len(round_.succeeded), len(round_.participants)
         cause = f"{done} of {nodes} nodes have succeeded in round {round_.number}"
-        then = "the job succeeds if the others report that before the next round"
+        then = "the job succeeds if the others report success before the next round"
         yield ReasonItem(cause, then=then)
     if round_.live and not _all_seats_taken(state) and (why := _why_not_let_in(state)):
         held = {node_id for node_id, until_ms in holds(state).items() if until_ms > now_ms}
@@ -214,9 +214,9 @@ def _stuck_item(state: State, node_id: str) -> ReasonItem:
 
 
 def _held_item(node_id: str, left_ms: int) -> ReasonItem:
-    then = "it is seated at the next natural end of a round, or in"
+    then = "it gets a seat when the round ends for another reason, or in"
     return ReasonItem(
-        "it was lost more than once lately", node_id, NodeState.WAITING, then, left_ms
+        "it was lost more than once recently", node_id, NodeState.WAITING, then, left_ms
     )
 
 
@@ -278,10 +278,10 @@ def _why_not_let_in(state: State) -> str:
     Return an empty string if newcomers are merely gathered, which the headline says.
     """
     if some_succeeded(state):
-        return "participants have begun to succeed, so that no newcomer ends the round"
+        return "some participants have succeeded, so no newcomer ends the round"
     settings, round_ = state.membership.settings, state.membership.round
     if settings.scale_up is ScaleUp.ON_RESTART:
-        return "newcomers are seated at the next natural end of a round (scale-up on-restart)"
+        return "newcomers get seats when the round ends for another reason (scale-up on-restart)"
     if settings.scale_up is ScaleUp.AFTER and round_ is not None:
         after = duration(settings.scale_up_after_ms)
         return f"newcomers are admitted when the round has run for {after} (scale-up after)"

@@ -23,8 +23,8 @@ from rdzv.view.history import Fields, Kept, read
 def sentence(event: Kept) -> str:
     """Describe an event in one line.
 
-    >>> sentence(events.NodeLost("n7", "lease ran out: nothing heard for 5.0 s"))
-    'n7 was lost: lease ran out: nothing heard for 5.0 s'
+    >>> sentence(events.NodeLost("n7", "lease expired: no message for 5.0 s"))
+    'n7 was lost: lease expired: no message for 5.0 s'
     """
     said = _SENTENCES[type(event)]
     return one_line(said.format(event) if isinstance(said, str) else said(event))
@@ -48,7 +48,7 @@ def failure(event: history.WorkerFailed) -> str:
 def slowness(one: events.RankStraggles | Straggler) -> str:
     if one.late_ms is None:
         return f"{one.step_s or 0:.3g} s a step, where the median is {one.median_s or 0:.3g} s"
-    error = f", as clocks go ± {one.clock_error_ms:.2g} ms" if one.clock_error_ms else ""
+    error = f", clock error ± {one.clock_error_ms:.2g} ms" if one.clock_error_ms else ""
     return (
         f"it enters collectives {one.late_ms:.3g} ms after the others (95th percentile "
         f"{one.late_p95_ms or 0:.3g} ms{error}), which wait for it at least "
@@ -98,7 +98,7 @@ def kept(event: history.RoundCompleted) -> str:
 
 def _loaded(event: history.RoundCompleted) -> str:
     if event.loaded_step is not None:
-        return f"; all go on from the snapshots of step {event.loaded_step} in memory"
+        return f"; all continue from the snapshots of step {event.loaded_step} in memory"
     if event.not_loaded:
         why = WHY_NOT_LOADED.get(event.not_loaded, event.not_loaded)
         return f"; snapshots in memory are not loaded: {why}"
@@ -163,11 +163,11 @@ def one_line(text: str) -> str:
 _SENTENCES: Mapping[type, str | Callable[[Any], str]] = {
     events.RunBegan: "run {0.run_number} ({0.run}) began: {0.reason}",
     events.LastCallBegan: lambda e: (
-        f"last call: {counted(e.nodes, 'node')} at hand, more may come for {_seconds(e.for_ms)}"
+        f"last call: {counted(e.nodes, 'node')} ready; waiting up to {_seconds(e.for_ms)} for more"
     ),
     history.RoundCompleted: _round,
     history.RoundAdopted: lambda e: (
-        f"round {e.round} of {counted(e.nodes, 'node')} goes on: its nodes told of it"
+        f"round {e.round} of {counted(e.nodes, 'node')} resumed: its nodes reported it"
     ),
     history.RoundEnded: "round {0.round} ended ({0.cause}): {0.reason}",
     history.RoundSettled: lambda e: (
@@ -180,18 +180,18 @@ _SENTENCES: Mapping[type, str | Callable[[Any], str]] = {
     events.JobQueued: "queued again: {0.reason}",
     events.StacksTaken: "stacks of round {0.round}: {0.summary}",
     events.WorkersHang: "{0.node_id}: workers hang in round {0.round}: {0.reason}",
-    events.HangOver: "no worker hangs any more in round {0.round}, which goes on",
+    events.HangOver: "round {0.round} continues: no worker hangs any more",
     events.RankStraggles: lambda e: f"RANK {e.rank} on {e.node_id} straggles: {slowness(e)}",
     events.RankCaughtUp: "RANK {0.rank} on {0.node_id} no longer straggles",
     events.WorkersStarted: lambda e: f"workers of round {e.round}: {started(e)}",
     events.SnapshotsNotLoaded: (
-        "{0.node_id} has not loaded snapshots in round {0.round}: {0.reason}"
+        "{0.node_id} did not load snapshots in round {0.round}: {0.reason}"
     ),
     events.FirstCollectiveMade: "first collective of round {0.round}, on {0.node_id}",
     events.FirstStepMade: (
         "first step of round {0.round}: step {0.step} by RANK {0.rank} on {0.node_id}"
     ),
-    events.LostStepsRedone: "round {0.round} is back at step {0.step}: no step is redone any more",
+    events.LostStepsRedone: "round {0.round} is back at step {0.step}: all lost steps are redone",
     events.LastStepMade: lambda e: (
         f"last step of round {e.round}: step {e.step}, {_seconds(e.age_ms)} before its end"
     ),
@@ -220,8 +220,8 @@ _SENTENCES: Mapping[type, str | Callable[[Any], str]] = {
     events.NodeQuarantined: lambda e: (
         f"{e.node_id} is quarantined for {duration(e.for_ms)}: {e.reason}"
     ),
-    events.NodeNotQuarantined: ("{0.node_id} was {0.fault}, and is not quarantined: {0.reason}"),
+    events.NodeNotQuarantined: ("{0.node_id} is not quarantined ({0.fault}): {0.reason}"),
     events.NodeDrained: lambda e: f"{e.node_id} leaves within {duration(e.within_ms)}: {e.reason}",
-    events.NodeUndrained: "{0.node_id} may stay: its drain is lifted",
+    events.NodeUndrained: "{0.node_id} is no longer drained",
 }
 """The sentence about each kind of event, or a template for it."""

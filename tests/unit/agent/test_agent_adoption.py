@@ -501,7 +501,7 @@ async def test_a_withdrawal_goes_on(s: Story) -> None:
     assert (belief.phase, belief.leave.reason) == (pb.Belief.LEAVING, "scaled down")
     s.runner.tell(events.WorkersGone(0))
     async with asyncio.timeout(PATIENCE_S):
-        assert (await s.driver.ended).text.startswith("scaled down; no server could be told")
+        assert (await s.driver.ended).text.startswith("scaled down; no server could be informed")
 
 
 async def test_what_has_ended_has_ended(s: Story) -> None:

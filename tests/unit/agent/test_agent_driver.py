@@ -314,7 +314,7 @@ async def test_a_node_that_is_found_unwell_leaves_in_place_of_joining_again(f: F
     async with asyncio.timeout(PATIENCE_S):
         outcome = await f.driver.ended
     assert outcome.exit_code == 75
-    assert outcome.text.startswith("unhealthy: disk /data has 1 % free; no server could be told")
+    assert outcome.text.startswith("unhealthy: disk /data has 1 % free; no server could be")
     leave = f.link.said[-1].leave
     assert (leave.cause, leave.left_round) == (pb.Leave.FAILED, 0)
     assert leave.reason == "unhealthy: disk /data has 1 % free"

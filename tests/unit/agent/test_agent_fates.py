@@ -197,7 +197,7 @@ def test_who_leaves_by_a_signal_has_failed_with_the_reason(play: Play) -> None:
     play.see(events.WorkersGone(3))
     assert play.recorded()[4:] == [("AGENT", "FAILED")]
     error = play.recorder.events[-1]["metadata"]["raw_error"]
-    assert error.startswith("its agent received SIGINT; no server could be told")
+    assert error.startswith("its agent received SIGINT; no server could be informed")
     assert play.outcome is not None
     assert {worker.stopped for worker in play.outcome.workers} == {
         StopOrder(signal.SIGINT, at_ms=0)

@@ -154,7 +154,7 @@ def test_a_worker_after_its_script_has_a_minute(before: tuple[Observation, ...])
     exits = Observation(None, "S", exits=True)
     assert watched(*before, *[exits] * 60).why_hung(5_000) == ""
     assert watched(*before, *[exits] * 61).why_hung(5_000) == (
-        "its script is over, and it has not exited for 60 s, limit 60 s"
+        "its script has ended, but it has not exited for 60 s, limit 60 s"
     )
     assert watched(*before, *[exits] * 80).why_hung(90_000) == ""
 

@@ -633,7 +633,7 @@ def test_a_node_that_leaves_while_there_is_no_server_says_that_nobody_knows() ->
     node = running()
     node.hear(events.ServerLost("connection refused"), signalled(SIGINT))
     text = outcome_of(node.hear(gone())).text
-    assert text.startswith("its agent received SIGINT; no server could be told")
+    assert text.startswith("its agent received SIGINT; no server could be informed")
     assert "(connection refused)" in text
 
 

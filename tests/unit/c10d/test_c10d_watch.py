@@ -99,7 +99,7 @@ def test_a_job_joins_runs_restarts_grows_and_is_closed() -> None:
     seen.take({"j": state(N1, N2, N3, round_=2, closed=True)}, (), 9_000)
     view = shown(seen, 99_000_000)
     assert (view.state, view.state_age_ms) == ("stopped", 99_000_000 - 9_000)
-    assert view.reason.headline == "closed by its nodes; c10d does not tell how it ended"
+    assert view.reason.headline == "closed by its nodes; c10d does not report how it ended"
     assert {node.state.value for node in view.nodes} == {"left"}
 
 

@@ -479,7 +479,7 @@ def test_a_late_success_counts_for_its_participant_and_round_alone(said: Succeed
     job.join("n1")
     job.do(join("n2", 5, settings=job.settings))
     job.do(Succeed("n1", 1, "run-1", 0))
-    job.do(MarkLost("n2", 5, "lease ran out"))
+    job.do(MarkLost("n2", 5, "lease expired"))
     before = job.membership
     job.do(said)
     assert job.membership is before

@@ -66,7 +66,7 @@ def everything_present(node_id: str, now: int, run: str, number: int) -> Iterato
     yield commands.MarkAway(node_id, now, 5_000, firm=False)
     yield commands.MarkAway(node_id, now, 30_000, firm=True)
     yield commands.MarkBack(node_id, now)
-    yield commands.MarkLost(node_id, now, "lease ran out")
+    yield commands.MarkLost(node_id, now, "lease expired")
 
 
 def explore(job: Job, steps: int) -> int:
@@ -131,7 +131,7 @@ def backing_off() -> Job:
     for _ in range(2):
         job.fail("n1")
         job.stopped("n1", "n2")
-    assert "backs off" in job.reason
+    assert "backing off" in job.reason
     return job
 
 

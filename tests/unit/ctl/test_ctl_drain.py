@@ -159,7 +159,7 @@ def test_a_drain_that_stops_a_job_needs_force(floor: Floor, ctl: Ctl) -> None:
     assert said.out == ""
     assert said.err.startswith(
         "rdzvctl: n1 is not drained: without it, job would have 1 of the 2 nodes that it needs: it "
-        "stops; --force drains it all the same (asked "
+        "stops; --force drains it anyway (asked "
     )
     assert floor.asked == []
     floor.too_few = ["job would have 1 of the 2 nodes that it needs: it stops"]
@@ -289,7 +289,7 @@ def test_an_undrained_node_that_is_cordoned_says_so(floor: Floor, out: Out) -> N
     assert "by bob: roll; cordoned by ada: fan" in out()
     assert run(["undrain", "n1"]) == 0
     assert out() == (
-        "n1 is not drained, but still cordoned (by ada: fan), so no submitted job is placed on it; "
+        "n1 is not drained, but still cordoned (by ada: fan), so it gets no submitted jobs; "
         "`rdzvctl uncordon n1` lifts that\n"
     )
 

@@ -48,7 +48,7 @@ async def test_into_a_pipe_each_fact_is_one_line() -> None:
     lines = explain(of.status, of.history, of.page(width=None)).splitlines()
     (ended,) = [line for line in lines if "Round 0 ended" in line]
     assert "rank 0 (local_rank 0) on n2: exit code 1: no." in ended
-    assert "Restarts spent: 1 of 3. The next came 0.8 s later: " in ended
+    assert "Restarts spent: 1 of 3. The next began 0.8 s later: " in ended
 
 
 async def test_times_of_another_day_have_a_column_of_their_own() -> None:
@@ -125,7 +125,7 @@ async def test_a_history_whose_beginning_is_gone_says_so() -> None:
 async def test_a_job_without_a_history_says_what_it_does_now() -> None:
     of = await told(history)
     text = explain(of.status, (), of.page(width=None))
-    assert "Nothing of its past is kept here." in text
+    assert "The server has no history of it." in text
     assert "It runs (for 12 s): 2 nodes and 4 workers run round 2" in text
 
 

@@ -99,7 +99,12 @@ ROWS: dict[str, tuple[str, State]] = {
     "lost-round": ("status gpt-small", held(parts=4, lost_steps=1)),
     "held": (
         "status gpt-small",
-        held(parts=1, node_loss=pb.NodeLoss(step=1_190, lost_steps=13, sole_holders=[SOLE])),
+        held(
+            parts=1,
+            node_loss=pb.NodeLoss(
+                step=1_190, lost_steps=13, sole_holders=[SOLE], sole_holder_count=1
+            ),
+        ),
     ),
     "held-by-one": (
         "explain gpt-small",
@@ -150,7 +155,7 @@ def test_what_is_printed(
     ("bounds", "said"),
     [
         ((1, 2), "min_nodes 1 and max_nodes 2 now (before: 2 and 4)\n"),
-        ((5, 5), "the 2 seated run on until their round ends, and the next needs 3 more nodes\n"),
+        ((5, 5), "the 2 seated continue until their round ends, and the next needs 3 more nodes\n"),
         ((1, 1), "of 2 seated, 1 stay: the group re-forms\n"),
     ],
 )

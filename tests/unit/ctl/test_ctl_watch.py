@@ -80,7 +80,7 @@ def hostile() -> pb.JobStatus:
     return job
 
 
-HALF_GONE = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes at hand"))
+HALF_GONE = (*HISTORY[:4], event(15, "LastCallBegan", "last call: 3 nodes ready"))
 SCREENS: dict[str, tuple[Callable[[], pb.JobStatus], dict[str, Any]]] = {
     "joining": (control_samples.joining, {}),
     "running": (control_samples.running, {}),

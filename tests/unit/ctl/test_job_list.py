@@ -90,7 +90,7 @@ def test_ended_jobs_stand_apart_and_are_counted_when_left_out() -> None:
 
 
 def test_a_wide_list_keeps_the_whole_reason() -> None:
-    items = (ReasonItem("lease ran out", "n7", "lost"),)
+    items = (ReasonItem("lease expired", "n7", "lost"),)
     long = replace(JOB, reason=Reason("waiting for a node " * 20, "gives up in", 9_000, items))
     for shown in (
         jobs("here", [long], PAGE, wide=True),
@@ -98,7 +98,7 @@ def test_a_wide_list_keeps_the_whole_reason() -> None:
     ):
         whole = " ".join(shown.split())
         assert whole.count("waiting for a node") == 20
-        assert whole.endswith("gives up in 9.0 s; n7 (lost): lease ran out")
+        assert whole.endswith("gives up in 9.0 s; n7 (lost): lease expired")
     cut = jobs("here", [long], PAGE)
     assert cut.count("waiting for a node") < 10 and "n7" not in cut
     assert max(map(len, cut.splitlines())) <= 100

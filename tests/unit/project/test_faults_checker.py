@@ -201,7 +201,7 @@ def test_the_servers_events_are_understood() -> None:
     events = [
         an_event(core_events.RunBegan("u", 1, "the first join"), "u"),
         an_event(kept_history.RoundCompleted(3, 2, 3, places, "h", 1), "u"),
-        an_event(core_events.NodeLost("n2", "lease ran out"), "u"),
+        an_event(core_events.NodeLost("n2", "lease expired"), "u"),
         an_event(kept_history.RoundSettled(3, cause, "rank 2: exit code 1", 1, 5, worker), "u"),
         an_event(kept_history.RunEnded("u", Result.SUCCEEDED, "all workers exited 0"), "u"),
     ]

@@ -380,10 +380,9 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
             await s.clock.advance(1_000)
             for stream in (n1, n2, n9):
                 s.driver.connections.heard(stream)
-        away = (
-            "the store has been away for 12 s (disk full); workers run on, nothing new is decided; "
-        )
-        trouble = ReasonItem(f"{away}not stored yet: workers of n2 have failed")
+        away = "the store has been away for 12 s (disk full); workers continue"
+        waits = "nothing new is decided; not stored yet: workers of n2 have failed"
+        trouble = ReasonItem(f"{away}, {waits}")
         shown = [await s.status(), *await s.listed()]
         assert [view.reason.items for view in shown] == [(trouble,), (trouble,)]
         assert shown[0].reason.headline == "2 nodes and 4 workers run round 0"
@@ -663,7 +662,7 @@ async def test_a_silent_node_is_lost_and_the_others_hear_why() -> None:
         (over,) = read(n1)
         assert isinstance(over, RoundOver)
         assert over.end.cause is model.Cause.NODE_LOST
-        assert "lease ran out" in over.end.reason
+        assert "lease expired" in over.end.reason
         assert isinstance(await end_of(n2), errors.RendezvousConnectionError)
 
 
@@ -1511,7 +1510,7 @@ def every_event() -> list[events.Event]:
         events.NodeLeft("n1", "drained"),
         events.NodeWentAway("n1", 5_000),
         events.NodeCameBack("n1", 120),
-        events.NodeLost("n1", "lease ran out"),
+        events.NodeLost("n1", "lease expired"),
         events.NodeStuck("n1", 0, "D state"),
         events.WorkerFailed(0, failure),
         events.LastCallBegan(2, 30_000),

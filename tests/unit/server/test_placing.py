@@ -803,7 +803,7 @@ async def test_nothing_is_placed_on_a_node_that_is_not_well_until_it_is() -> Non
         await s.driver.operations.submit_job("job-7", submission())
         assert await reason(s, "job-7") == (
             "needs 2 nodes, 1 is free (n2); if all other jobs had ended it would still lack "
-            "1 node; n1 (unhealthy): disk /data has 1 % free; it counts once its checks pass"
+            "1 node; n1 (unhealthy): disk /data has 1 % free; it gets jobs once its checks pass"
         )
         await s.clock.advance(500)
         shown = {n.node_id: (n.unhealthy, n.unhealthy_age_ms) for n in s.nodes()}

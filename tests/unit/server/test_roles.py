@@ -405,9 +405,9 @@ async def node(
     ("who", "node_id", "kind", "says"),
     [
         ("node", "node", pb.AGENT_KIND_DAEMON, ""),
-        ("node", "n2", pb.AGENT_KIND_DAEMON, "speaks only for the node of its own name"),
+        ("node", "n2", pb.AGENT_KIND_DAEMON, "acts only for the node of its own name"),
         ("node", "node-4711", pb.AGENT_KIND_FOREGROUND, ""),
-        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "speaks only for the node of its own name"),
+        ("node", "node-4711", pb.AGENT_KIND_DAEMON, "acts only for the node of its own name"),
         ("ada", "head-4711", pb.AGENT_KIND_FOREGROUND, ""),
         ("ada", "ada", pb.AGENT_KIND_DAEMON, "needs the role node"),
         ("admin", "n2", pb.AGENT_KIND_DAEMON, ""),
@@ -429,7 +429,7 @@ async def test_another_user_does_not_take_over_a_node(monkeypatch: pytest.Monkey
     async with guarded(monkeypatch) as server, node(server, "ada", "head-1") as stream:
         assert (await stream.hear()).HasField("welcome")
         async with node(server, "bob", "head-1") as other:
-            assert "may not speak for node head-1: ada does" in await other.end()
+            assert "may not act for node head-1: ada does" in await other.end()
 
 
 async def test_who_may_bring_nodes_into_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,12 +219,12 @@ async def test_a_step_that_is_whole_without_any_one_node_is_shown_beside_the_new
 @pytest.mark.parametrize(
     ("loads", "why_not", "said"),
     [
-        (1, None, "; all go on from the snapshots of step 40 in memory"),
+        (1, None, "; all continue from the snapshots of step 40 in memory"),
         (0, None, ""),
         (
             0,
             WhyNotLoaded.NOT_WHOLE,
-            "; snapshots in memory are not loaded: of no step are all parts held",
+            "; snapshots in memory are not loaded: no step has all parts",
         ),
     ],
 )

@@ -112,7 +112,7 @@ async def test_a_node_that_does_not_answer_is_named_and_waited_for_no_longer() -
         assert (silent.node_id, silent.rank_first, silent.local_world_size) == ("n2", 2, 2)
         assert silent.reason.startswith("no answer within 10 s: ")
         assert (await asking.report()).summary == (
-            "RANK 0-1 in step at train.py:41; nothing is known of n2"
+            "RANK 0-1 in step at train.py:41; no information about n2"
         )
 
 

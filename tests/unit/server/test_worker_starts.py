@@ -110,8 +110,7 @@ async def test_each_node_that_loads_no_snapshots_is_named_once_in_a_round() -> N
             s.report(stream, report)
         rows = [event_in(row) for row in await s.driver.history.of("job-7", 100)]
         assert [row.text for row in rows if row.name == "SnapshotsNotLoaded"] == [
-            f"{node} has not loaded snapshots in round 0: step 3 is damaged"
-            for node in ("n1", "n2")
+            f"{node} did not load snapshots in round 0: step 3 is damaged" for node in ("n1", "n2")
         ]
         assert len(await told(s)) == 1
 

@@ -47,7 +47,7 @@ def at_last_call() -> Job:
 
 def one_lost() -> Job:
     job = running("n1", "n2", settings=replace(RESTARTS, max_nodes=2))
-    job.lost("n2", reason="lease ran out")
+    job.lost("n2", reason="lease expired")
     job.stopped("n1")
     job.pass_until(job.now_ms + 12_000)
     return job
@@ -116,7 +116,7 @@ def survivor_away() -> Job:
         (
             one_lost,
             JobState.JOINING,
-            ["waiting for 1 more node", "have 1 of 2:2", "n2 (lost): lease ran out"],
+            ["waiting for 1 more node", "have 1 of 2:2", "n2 (lost): lease expired"],
         ),
         (
             all_lost,
@@ -134,8 +134,8 @@ def survivor_away() -> Job:
             JobState.JOINING,
             ["have 1 of 2:3", "n2 (stopping): its workers survive SIGKILL"],
         ),
-        (backing_off, JobState.JOINING, ["store host failed 3 times in a row; goes on in 2.0 s"]),
-        (gathering, JobState.JOINING, ["have 2 of 2:3", "gathering newcomers; goes on in 1.0 s"]),
+        (backing_off, JobState.JOINING, ["store host failed 3 times in a row; continues in 2.0 s"]),
+        (gathering, JobState.JOINING, ["have 2 of 2:3", "gathering newcomers; continues in 1.0 s"]),
         (survivor_away, JobState.JOINING, ["have 2 of 2:3", "waiting for n2 to come back"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -155,7 +155,7 @@ def test_no_fact_stands_twice() -> None:
     for story in (one_of_two, one_lost, all_lost, stopping, one_leaves, one_stuck, survivor_away):
         job = story()
         text = str(view(job.state, job.now_ms).reason)
-        for fact in ("lease ran out", "SIGTERM", "loss is nan", "SIGKILL", "its stream ended"):
+        for fact in ("lease expired", "SIGTERM", "loss is nan", "SIGKILL", "its stream ended"):
             assert text.count(fact) <= (2 if story is all_lost else 1), text
 
 
@@ -178,12 +178,12 @@ def test_a_reason_goes_on_while_nothing_happens() -> None:
 
 
 def test_of_many_items_a_line_has_the_first_and_their_number() -> None:
-    items = tuple(ReasonItem("lease ran out", f"n{i}", "lost") for i in range(10))
+    items = tuple(ReasonItem("lease expired", f"n{i}", "lost") for i in range(10))
     text = str(Reason("waiting for 10 more nodes", items=items))
-    assert text.endswith("; n7 (lost): lease ran out; and 2 more")
+    assert text.endswith("; n7 (lost): lease expired; and 2 more")
     assert Reason(items=(*items[:1], *items[:2])).by_node == {
-        "n0": "lease ran out; lease ran out",
-        "n1": "lease ran out",
+        "n0": "lease expired; lease expired",
+        "n1": "lease expired",
     }
 
 
@@ -205,13 +205,13 @@ def test_a_newcomer_says_why_it_is_not_let_in() -> None:
     assert "when the nodes that are away are back" in waiting_reason(job.state, "n3", job.now_ms)
     job.back("n1")
     job.succeed("n1")
-    assert "have begun to succeed" in waiting_reason(job.state, "n3", job.now_ms)
+    assert "participants have succeeded" in waiting_reason(job.state, "n3", job.now_ms)
 
 
 def test_a_newcomer_under_on_restart_says_so() -> None:
     job = running("n1", "n2", settings=replace(SETTINGS, scale_up=ScaleUp.ON_RESTART))
     job.join("n3")
-    assert "at the next natural end of a round" in waiting_reason(job.state, "n3", job.now_ms)
+    assert "when the round ends for another reason" in waiting_reason(job.state, "n3", job.now_ms)
 
 
 def test_a_flapping_node_says_until_when_it_is_held_back() -> None:
@@ -223,7 +223,7 @@ def test_a_flapping_node_says_until_when_it_is_held_back() -> None:
         if not job.round.live:
             job.stopped("n1")
     reason = waiting_reason(job.state, "n2", job.now_ms)
-    assert "lost more than once lately" in reason and "1 min 0 s" in reason
+    assert "lost more than once recently" in reason and "1 min 0 s" in reason
 
 
 def test_who_has_workers_or_is_not_there_has_no_reason() -> None:

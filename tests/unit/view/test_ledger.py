@@ -64,7 +64,7 @@ def failed(number: int, node: str, ago_s: float = 0) -> Kept:
 
 
 def lost(node: str, silent_s: float) -> Kept:
-    return events.NodeLost(node, "lease ran out", silent_ms=round(silent_s * 1000))
+    return events.NodeLost(node, "lease expired", silent_ms=round(silent_s * 1000))
 
 
 def ledger_of(story: Story, now_s: float, state: str = "") -> Ledger:

@@ -115,7 +115,7 @@ class WorkerActivity:
             return ""
         silent_s, limit_s = self.silent_ms / 1000, timeout_ms / 1000
         what = "no collective completed" if self.counts else "no progress reported"
-        what = "its script is over, and it has not exited" if self.exits else what
+        what = "its script has ended, but it has not exited" if self.exits else what
         return f"{what} for {silent_s:.0f} s, limit {limit_s:g} s"
 
 

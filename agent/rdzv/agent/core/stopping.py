@@ -109,7 +109,7 @@ def conclude(work: commands.Work, charged: tuple[int, ...] = ()) -> None:
 
 
 def joins_anew(state: AgentState, ended: Ended) -> bool:
-    """Return whether the job goes on in another run, in which this node can take part.
+    """Return whether the job continues in another run, in which this node can take part.
 
     A server that has lost its memory, or was given an old one, answers so to a node whose run it
     does not know. A node whose workers have succeeded does not run them again.
@@ -137,7 +137,7 @@ def _left(state: AgentState, leaving: Leaving) -> Outcome:
     reason = leaving.reason
     if state.disconnected_since_ms is not None and state.assignment is not None:
         reason += (
-            f"; no server could be told ({state.disconnected_reason}), so the job waits until one "
-            "notices that this node is gone"
+            f"; no server could be informed ({state.disconnected_reason}), so the job waits until "
+            "a server notices that this node is gone"
         )
     return Outcome(leaving.exit_code, reason)

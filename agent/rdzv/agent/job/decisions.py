@@ -94,7 +94,7 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             text = "%s: round %d ended (%s): %s"
             log.warning(text, rdzv_id, event.round, event.end.cause, event.end.reason)
         case Closed() if event.run == state.run and joins_anew(state, event.ended):
-            how = "joining anew" if state.workers_gone else "stopping the workers and joining anew"
+            how = "joining anew" if state.workers_gone else "stopping the workers and joining again"
             log.warning("%s: %s: %s", rdzv_id, how, event.ended.reason)
         case events.WorkerExited() if event.exit_code != 0:
             if state.phase is Phase.RUNNING:

@@ -366,7 +366,7 @@ def _unfinished(wait: _Wait) -> HangCause:
         return _cause(wait, "unfinished", behind, sentence, ahead)
     missing = "no rank is missing" if wait.closed else "whose other members are not known"
     if wait.unknown:
-        missing = f"nothing is known of RANK {ranks_text(wait.unknown)}"
+        missing = f"no information about RANK {ranks_text(wait.unknown)}"
     sentence = (
         f"{_ranks(wait.pending, 'has')} entered {wait.place}, {missing}, and it has not ended for "
         f"{wait.waiting_ms // 1000} s"

@@ -80,7 +80,7 @@ def verdict(
     stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
     odd = _waited_for(report) if report is not None else None
     if odd is None and len(known) > 1:
-        what = f"which rank is at fault is not known; {what}"
+        what = f"the rank at fault is unknown; {what}"
     message = f"{how}: {what} ({told})"[:MAX_MESSAGE_CHARS]
     if odd is not None and odd in stacks:
         of = stacks[odd]

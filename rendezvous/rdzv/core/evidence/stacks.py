@@ -259,7 +259,7 @@ def summarise(found: Sequence[Group], silent: Sequence[SilentNode] = ()) -> str:
         workers = sum(len(group.ranks) for group in more)
         parts.append(f"{workers} more at {len(more)} other places")
     if silent:
-        parts.append(f"nothing is known of {listed(node.node_id for node in silent)}")
+        parts.append(f"no information about {listed(node.node_id for node in silent)}")
     return "; ".join(parts) or "no stacks"
 
 

@@ -659,7 +659,7 @@ def _lost(record: NodeRecord, now_ms: int) -> NodeGivenUp:
     silent_ms = now_ms - (record.since_ms if record.stream is None else record.heard_ms)
     reason = f"its stream ended and it did not come back within {silent_ms / 1000:.2g} s"
     if record.stream is not None:
-        reason = f"lease ran out: nothing heard for {silent_ms / 1000:.1f} s"
+        reason = f"lease expired: no message for {silent_ms / 1000:.1f} s"
     elif not record.instance:
         reason = f"did not reconnect within {silent_ms / 1000:.0f} s of this server's take-over"
     return NodeGivenUp(record.node_id, record.incarnation, reason, record.stream, silent_ms)

@@ -209,7 +209,7 @@ _THE_JOB = "the job itself is more likely at fault"
 
 
 def _place_of(strikes: Sequence[Strike], now_ms: int) -> str:
-    return f"where a round failed {_often(strikes, now_ms)}"
+    return f"a round failed there {_often(strikes, now_ms)}"
 
 
 def _often(strikes: Sequence[Strike], now_ms: int) -> str:
@@ -227,7 +227,8 @@ def _refusal(
     if len(held) < most:
         return ""
     are = "is" if len(held) == 1 else "are"
-    return f"{listed(held)} {are} already, and of {len(daemons)} nodes only {most} may be at a time"
+    names = listed(held)
+    return f"{names} {are} quarantined already, and at most {most} of {len(daemons)} nodes may be"
 
 
 def _known(record: QuarantineRecord, strike: Strike) -> bool:

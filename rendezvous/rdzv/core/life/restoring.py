@@ -162,7 +162,7 @@ def release_unreported_seats(work: Draft) -> bool:
     if due is None or work.now_ms < due[1]:
         return False
     waited_s = work.state.tuning.takeover_grace_ms / 1000
-    give_up(work, due[0], f"not heard within {waited_s:g} s since this server knows of it")
+    give_up(work, due[0], f"not heard within {waited_s:g} s after this server learned of it")
     return True
 
 

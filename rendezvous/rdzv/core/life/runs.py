@@ -24,7 +24,7 @@ from rdzv.structs import replace
 
 MAX_EARLIER_RUNS = 16
 """The number of earlier runs for which a job remembers how they ended."""
-REPLACED = "everyone was gone, and it was launched anew with other settings"
+REPLACED = "all nodes were gone, and it was launched again with other settings"
 """The reason for ending an empty run when nodes arrive that cannot join it."""
 
 

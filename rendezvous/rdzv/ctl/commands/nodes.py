@@ -151,7 +151,7 @@ def _drain_one(
         found = client.drain(node, deadline_ms, cli.by_whom(reason), force=force)
     except TooFewNodesError as error:
         raise TooFewNodesError(
-            f"{node} is not drained: without it, {error}; --force drains it all the same"
+            f"{node} is not drained: without it, {error}; --force drains it anyway"
         ) from None
     if waits:
         found = (

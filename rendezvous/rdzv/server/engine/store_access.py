@@ -116,7 +116,7 @@ class StoreAccess:
         known, self._why = self._why, str(error)
         if self._since_ms is None:
             self._since_ms = began_ms
-            log.error("the store is away: %s; workers run on, nothing new is decided", error)
+            log.error("the store is away: %s; workers continue, nothing new is decided", error)
             if not self._stopped:
                 self._timer.arm_by(self._clock.now_ms() + STORE_RETRY_MS)
         if known != self._why:
@@ -201,8 +201,8 @@ class StoreAccess:
         if self._since_ms is None:
             return ""
         text = (
-            f"the store has been away for {duration(self.away_ms)} ({self._why}); workers run on, "
-            "nothing new is decided"
+            f"the store has been away for {duration(self.away_ms)} ({self._why}); "
+            "workers continue, nothing new is decided"
         )
         if waiting:
             text += f"; not stored yet: {', '.join(waiting[:MOST_NAMED])}"

@@ -207,7 +207,7 @@ class Replica:
         finally:
             self.stand_by(
                 errors.RendezvousConnectionError(
-                    "this server is stopping; workers run on, connect again"
+                    "this server is stopping; workers continue, connect again"
                 )
             )
 

@@ -96,7 +96,7 @@ async def serving(server: Server, *, reflection: bool = True) -> AsyncIterator[L
             yield bound
     finally:
         replica.stand_by(
-            RendezvousConnectionError("this server is stopping; workers run on, connect again")
+            RendezvousConnectionError("this server is stopping; workers continue, connect again")
         )
         await grpcs.stop(STOP_GRACE_MS / 1000)
 

@@ -167,7 +167,9 @@ class Fleet:
             return ReasonItem("its agent is not connected", state="away")
         if not said.failing:
             return None
-        return ReasonItem(said.unhealthy, state="unhealthy", then="it counts once its checks pass")
+        return ReasonItem(
+            said.unhealthy, state="unhealthy", then="it gets jobs once its checks pass"
+        )
 
     # ---------------------------------------------------------------- by an operator
 

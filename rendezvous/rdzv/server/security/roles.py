@@ -134,7 +134,7 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
         return
     if Role.SUBMIT not in caller.roles:
         raise DeniedError(
-            f"{caller} may not speak for node {node_id}: a caller with the role node speaks only "
+            f"{caller} may not act for node {node_id}: a caller with the role node acts only "
             f"for the node of its own name; start the agent with --node-id={caller.name}, or "
             f"give it a certificate or token for {node_id}"
         )
@@ -145,7 +145,7 @@ def refuse_node(caller: Caller, node_id: str, *, foreground: bool, bound_to: str
         )
     if bound_to not in (None, caller.name):
         raise DeniedError(
-            f"{caller} may not speak for node {node_id}: {bound_to or 'another caller'} does; give "
+            f"{caller} may not act for node {node_id}: {bound_to or 'another caller'} does; give "
             "another --node-id"
         )
 

@@ -125,7 +125,7 @@ def _account(settings: "OidcAccount") -> str:
         return ""
     return (
         '`roles` = ["node"] and `known_as` = "node" go together: a caller with the role node '
-        "speaks for the node of its own name; give both or neither"
+        "acts for the node of its own name; give both or neither"
     )
 
 

@@ -251,9 +251,9 @@ THREE = (waiting(0), waiting(1), waiting(2))
             (absent(0, 41), first(1, 1, 2, 3, 4), first(2, 1, 2, 3, 4, 99), rank(3), rank(4)),
             "unfinished",
             (),
-            "RANK 1-2 have entered barrier #1 of group pair, nothing is known of RANK 3-4, and it "
+            "RANK 1-2 have entered barrier #1 of group pair, no information about RANK 3-4, and it "
             "has not ended for 32 s",
-            id="nothing is known of some members",
+            id="no information about some members",
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_ranks_of_the_round_that_show_nothing_are_counted() -> None:
     found = compare(THREE, world_size=5)
     assert found is not None
     assert (found.kind, found.ranks, found.finds) == ("unfinished", (), False)
-    assert "nothing is known of RANK 3-4, and it has not ended" in found.sentence
+    assert "no information about RANK 3-4, and it has not ended" in found.sentence
 
 
 def test_sizes_prove_nothing_while_a_rank_is_absent() -> None:

@@ -121,7 +121,7 @@ CASES = [
         [in_all_reduce(0), in_all_reduce(1), stack(2, note="refused")],
         "RANK 0-1 in all_reduce at train.py:41; RANK 2 somewhere: its stack could not be read",
         2,
-        id="nothing is known of one",
+        id="no information about one",
     ),
     pytest.param([stack(0, state="Z")], "RANK 0 dead, and not reaped", 0, id="a zombie"),
     pytest.param([], "no stacks", None, id="nobody"),
@@ -179,7 +179,7 @@ def test_a_summary_is_short_however_many_places_and_nodes_there_are() -> None:
     silent = [SilentNode(f"n{number}", 0, 8, "not connected") for number in range(30)]
     told = summarise(found, silent)
     nodes = "n0, n1, n2, n3, n4, n5, n6, n7 and 22 more"
-    assert told.endswith(f"; 12 more at 12 other places; nothing is known of {nodes}")
+    assert told.endswith(f"; 12 more at 12 other places; no information about {nodes}")
     assert len(told) < 500
 
 

@@ -157,7 +157,7 @@ async def test_of_a_lock_step_training_it_is_the_one_that_the_others_wait_for(
         lines = [r.getMessage() for r in caplog.records if "straggles" in r.getMessage()]
         assert lines == [
             "job-7: RANK 3 on n2 straggles: it enters collectives 98 ms after the others (95th "
-            "percentile 98 ms, as clocks go ± 1 ms), which wait for it at least 20% of the time",
+            "percentile 98 ms, clock error ± 1 ms), which wait for it at least 20% of the time",
             "job-7: RANK 3 on n2 no longer straggles",
         ]
 

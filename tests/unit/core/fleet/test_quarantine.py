@@ -73,7 +73,7 @@ CASES = {
         f"{THRICE}; 30 n3 a; 40 n3 a; 50 n3 a",
         {"max_nodes": 4},
         ["n2"],
-        "n3 was where a round failed 3 times within 20 s, and is not quarantined: a node was "
+        "n3 is not quarantined (a round failed there 3 times within 20 s): a node was "
         "quarantined for this run of job-a already, so the job itself is more likely at fault",
     ),
     "its strikes count against no other, also beside another run's": (
@@ -92,7 +92,7 @@ CASES = {
         f"{THRICE}; 20 n3 b; 30 n3 a; 40 n3 a; 50 n3 a",
         {"max_nodes": 4},
         ["n2"],
-        "n3 was where a round failed 3 times within 20 s",
+        "n3 is not quarantined (a round failed there 3 times within 20 s)",
     ),
     "another run of the job is not the one that is blamed": (
         f"{THRICE}; 30 n3 a2; 40 n3 a2; 50 n3 a2",
@@ -104,7 +104,7 @@ CASES = {
         "0 n2 a?; 2 n2 a?; 4 n2 a?",
         {},
         [],
-        "n2 was where a round failed 3 times within 4.0 s, and is not quarantined: only job-a "
+        "n2 is not quarantined (a round failed there 3 times within 4.0 s): only job-a "
         "failed there, and none of these failures is the machine's (a signal, a device error), so "
         "the job itself is more likely at fault",
     ),
@@ -155,7 +155,7 @@ CASES = {
         f"{THRICE}; 30 n3 b; 40 n3 b; 50 n3 b",
         {},
         ["n2"],
-        "and is not quarantined: n2 is already, and of 4 nodes only 1 may be at a time",
+        "n2 is quarantined already, and at most 1 of 4 nodes may be",
     ),
     "the next one may be when the time of the first is over": (
         f"{THRICE}; 43230 n3 b; 43240 n3 b; 43250 n3 b",
@@ -199,13 +199,13 @@ def test_two_of_eight_may_be_quarantined_at_a_time() -> None:
     assert sorted(record.quarantined(5_000)) == ["n2", "n3"]
     record, text = after("6 n4 c; 7 n4 c; 8 n4 c", EIGHT, record)
     assert sorted(record.quarantined(8_000)) == ["n2", "n3"]
-    assert "n2, n3 are already, and of 8 nodes only 2 may be at a time" in text
+    assert "n2, n3 are quarantined already, and at most 2 of 8 nodes may be" in text
 
 
 def test_the_only_node_is_never_quarantined() -> None:
     record, text = after(THRICE, ("n2",), max_nodes=3)
     assert not record.quarantined(20_000)
-    assert text.endswith("is not quarantined: no other node is known")
+    assert text.endswith(": no other node is known") and "is not quarantined" in text
 
 
 def test_a_node_without_a_daemon_is_not_judged() -> None:

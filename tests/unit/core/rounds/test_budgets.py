@@ -167,8 +167,8 @@ def test_the_wait_begins_with_the_end_of_the_round_and_stopping_is_part_of_it() 
     job.pass_until(failed_ms + 900)
     job.stopped("n1", "n2")
     assert job.reason.startswith(
-        "have 2 of 2:2 nodes; backs off 1.0 s before restart 2 of 5: 2 rounds in a row failed "
-        "soon; goes on in 0.1 s"
+        "have 2 of 2:2 nodes; backing off 1.0 s before restart 2 of 5: 2 rounds in a row failed "
+        "soon; continues in 0.1 s"
     )
     assert job.wake_at_ms == failed_ms + 1_000
     job.pass_until(failed_ms + 999)
@@ -199,7 +199,7 @@ def test_a_clock_that_was_ahead_does_not_lengthen_the_wait() -> None:
     job.crash()
     job.join("n1", run=job.membership.run, left_round=1)
     assert job.wake_at_ms == job.now_ms + 1_000
-    assert "backs off" in job.reason
+    assert "backing off" in job.reason
 
 
 # ------------------------------------------------------------------ when it is too much

@@ -267,7 +267,7 @@ def test_who_is_not_heard_within_the_grace_is_lost_and_the_others_form_again():
     job.pass_until(30_000)
     assert job.round.end is not None
     assert job.round.end.cause is Cause.NODE_LOST
-    assert job.round.end.reason.endswith("not heard within 30 s since this server knows of it"), (
+    assert job.round.end.reason.endswith("not heard within 30 s after this server learned of it"), (
         job.round.end.reason
     )
     job.stopped("n0", "n2")
