@@ -26,7 +26,10 @@ pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).parents[2]
 SITE = (ROOT / "mkdocs.yml").read_text()
-ELSEWHERE = {"start/slurm.md": "deploy/slurm", "start/kubernetes.md": "deploy/kubernetes"}
+ELSEWHERE = {
+    **{"start/slurm.md": "deploy/slurm", "start/kubernetes.md": "deploy/kubernetes"},
+    "README.md": ".",
+}
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```$|((?:^ {4,}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
 SCRIPT = re.compile(r'^```python title="([\w.]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(
@@ -80,8 +83,31 @@ class Story:
 
 
 STORIES = {
+    "README.md": Story(
+        changed=(
+            (r"HEAD|0\.0\.0\.0", "127.0.0.1"),
+            (
+                r"^(rdzvd .* --insecure) .*$",
+                r"\1 --store=memory > 1.txt 2>&1 &\nup 127.0.0.1:29400",
+            ),
+            # Two nodes, which need not wait for more, with a training that does not end.
+            ("2:4", "1:2"),
+            (
+                r"^(rdzvrun .*)=8 (.*) train.py$",
+                r"\1=1 \2 endless.py > a.txt 2>&1 &\n\1=1 \2 endless.py > b.txt 2>&1 &\n"
+                r"export RDZV_SERVER=127.0.0.1:29400\nseated night 2",
+            ),
+            (r"^(rdzvctl .* --watch) .*$", r"timeout 3 \1 || test $? = 124"),
+            (
+                r"NODE --deadline 5m",
+                r"$(rdzvctl status night | awk '/ seated /{print $2; exit}') --deadline 5s",
+            ),
+        ),
+        left_out=(("pip install", WHEELS), ("rdzvctl demo", "test_installed_release.py runs it")),
+        shows=("step 60", "night  running", "Round 0 is complete", "goodput", "is draining"),
+    ),
     "start/one-machine.md": Story(
-        left_out=(("pip install", WHEELS),), shows=("step 40", "SIGKILL", "RANK 1 is pid")
+        left_out=(("pip install", WHEELS),), shows=("step 60", "SIGKILL", "RANK 1 is pid")
     ),
     "start/cluster.md": Story(
         before="export RDZV_SERVER=127.0.0.1:29400",
@@ -133,7 +159,7 @@ STORIES = {
     "warm.md": Story(
         changed=(("=8", "=2"), (r"train\.py", "train.py > log.txt; rm snapshot.pt; cat log.txt")),
         left_out=(("rdzvrun --warm=torch,transformers", FRAGMENT),),
-        shows=("step 40",),
+        shows=("step 60",),
     ),
     "standby.md": Story(
         left_out=(("rdzvrun", FRAGMENT), ("$ rdzvctl", "test_standby_workers.py looks at it")),
@@ -253,7 +279,7 @@ def run(folder: Path, page: str) -> str:
 
 def test_every_page_with_commands_has_a_story() -> None:
     pages = {page for title in ("Start", "Tasks") for page in tab(title) if blocks(page)}
-    assert pages == set(STORIES)
+    assert {*pages, "README.md"} == set(STORIES)
 
 
 @pytest.mark.parametrize("page", STORIES)
