@@ -455,6 +455,12 @@ def no_interpreter(node: Node) -> WorkerSpec:
     return node.spec(script)
 
 
+def windows_lines(node: Node) -> WorkerSpec:
+    script = no_interpreter(node).argv[0]
+    Path(script).write_bytes(b"#!/bin/sh\r\necho\r\n")
+    return node.spec(script)
+
+
 def log_under_a_file(node: Node) -> WorkerSpec:
     (node.folder / "file").touch()
     return replace(node.spec("true"), stdout=str(node.folder / "file" / "log"))
@@ -471,6 +477,7 @@ def log_is_a_pipe_that_nobody_reads(node: Node) -> WorkerSpec:
         (lambda node: node.spec("/nonexistent"), "argv[0] '/nonexistent': No such file"),
         (lambda node: node.spec("/"), "argv[0] '/': Permission denied"),
         (no_interpreter, "the interpreter named in its first line is missing"),
+        (windows_lines, "is missing: its name there ends in a carriage return"),
         (
             lambda node: replace(node.spec("true"), cwd="/nonexistent"),
             "cwd '/nonexistent': No such",

@@ -70,7 +70,9 @@ def parse(
     parser = _kept_parser(defaults, legacy)
     given, rest = parser.split(sys.argv[1:] if argv is None else argv)
     if rest in ([], ["--"]) and not _answers(given):
-        raise InvalidRequestError("what is to run is missing; give a script after the flags")
+        raise InvalidRequestError(
+            "what is to run is missing; give a script after the flags (--help shows them)"
+        )
     return parser.parse_split(given, rest)
 
 

@@ -124,7 +124,7 @@ class Driver:
         """Take over the store and load its contents."""
         self.leases.start(await self.store.take_over())
         await self.fleet.load()
-        await self.tokens.start(self.config.init_admin_token)
+        await self.tokens.start(self.config.init_admin_token, alone=self.config.needs_tokens)
         await self.jobs.load_all()
         self.placer.start()
         self.forgetting.start_pruning()

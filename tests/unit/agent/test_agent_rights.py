@@ -206,6 +206,7 @@ REASONS: dict[str, tuple[str, ...]] = {
         "spawn._become_program: os.chdir",
         "spawn._become_program: os.stat",
         "spawn._execute: Path(program.argv[0]).exists",
+        "spawn._execute: Path(program.argv[0]).open",
         "spawn._execute: os.execvpe",
         "spawn._open_log: Path(path).parent.mkdir",
         "spawn._open_log: os.open",

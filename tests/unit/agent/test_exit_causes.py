@@ -250,6 +250,9 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
             "a DataLoader worker was killed",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "memory is used"),
+        ("ModuleNotFoundError: No module named 'torch'", "has no torch: install it there"),
+        ("ModuleNotFoundError: No module named 'rdzv.worker'", "install the wheel rdzv_worker"),
+        ("ModuleNotFoundError: No module named 'rdzv'", "install the wheel rdzv_worker"),
         ("CUDA error: uncorrectable ECC error encountered", "damaged"),
         (
             "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, "
@@ -273,6 +276,7 @@ def test_known_last_words_are_explained(text: str, meaning: str) -> None:
 
 def test_other_words_are_not() -> None:
     assert explain_last_words("[gloo/transport/tcp/pair.cc:547] Connection closed by peer") == ""
+    assert explain_last_words("ModuleNotFoundError: No module named 'torchvision'") == ""
     assert explain_last_words("ValueError: lr must be positive\nloss 0.3, memory 12 GB\n") == ""
 
 

@@ -176,6 +176,21 @@ async def test_the_first_admins_token_is_made_once(tmp_path: Path) -> None:
         assert driver.tokens.caller(file.read_text().strip()).admin
 
 
+async def test_a_server_that_refuses_every_call_says_how_to_change_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, clock = MemoryStore(), FakeClock()
+    refused = "every call is refused: there is no token"
+    for told in (True, False):
+        caplog.clear()
+        async with driving(store, clock) as driver:
+            assert (refused in caplog.text) is told
+            await driver.tokens.create("n1", [Role.NODE], 12 * HOUR_MS)
+    clock.at_ms += 12 * HOUR_MS  # Both have expired.
+    async with driving(store, clock):
+        assert refused in caplog.text
+
+
 async def test_an_admin_whose_token_has_expired_is_none(tmp_path: Path) -> None:
     file, store, clock = tmp_path / "admin", MemoryStore(), FakeClock()
     async with driving(store, clock) as driver:

@@ -94,6 +94,18 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         "Linux: EMFILE",
     ),
     (
+        r"No module named 'rdzv(?:\.worker)?'",
+        "the interpreter that runs the script has no rdzv.worker: install the wheel rdzv_worker "
+        "there (in a checkout: pip install ./worker)",
+        "the wheel rdzv_worker",
+    ),
+    (
+        r"No module named 'torch'",
+        "the interpreter that runs the script has no torch: install it there, or name another "
+        "interpreter in PYTHON_EXEC",
+        "torch",
+    ),
+    (
         r"terminate called without an active exception",
         "the process ended while library threads were still running; if this happened at "
         "the end of the script, call torch.distributed.destroy_process_group() there "

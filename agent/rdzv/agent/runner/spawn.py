@@ -182,6 +182,9 @@ def _execute(program: Program) -> None:
         text = os.strerror(errno.ENOENT)
         if Path(program.argv[0]).exists():
             text += "; the file exists, so the interpreter named in its first line is missing"
+            with suppress(OSError), Path(program.argv[0]).open("rb") as script:
+                if script.readline(256).endswith(b"\r\n"):
+                    text += ": its name there ends in a carriage return, as lines do on Windows"
         raise OSError(errno.ENOENT, text) from error
 
 

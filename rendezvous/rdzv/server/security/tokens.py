@@ -140,8 +140,11 @@ class TokenStore:
         self._lock = asyncio.Lock()
         self._storing_use = False
 
-    async def start(self, admin_token: Path | None) -> None:
-        """Read the stored tokens; with `admin_token`, make sure that an admin has a token."""
+    async def start(self, admin_token: Path | None, *, alone: bool) -> None:
+        """Read the stored tokens; with `admin_token`, make sure that an admin has a token.
+
+        `alone` says whether callers can authenticate by nothing else.
+        """
         await self._document.load()
         if not self._auth and self._document.revision > 0:
             raise errors.InvalidRequestError(
@@ -150,6 +153,11 @@ class TokenStore:
             )
         if admin_token is not None:
             await self.ensure_admin(admin_token)
+        elif alone and not any(one.valid(self._clock.now_ms()) for one in self._tokens.values()):
+            log.warning(
+                "every call is refused: there is no token, no client CA and no OIDC issuer; start "
+                "rdzvd with --init-admin-token=FILE to create an admin's token"
+            )
 
     @property
     def _tokens(self) -> dict[str, StoredToken]:

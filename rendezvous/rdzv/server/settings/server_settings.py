@@ -422,6 +422,11 @@ class RdzvdSettings(Table, frozen=True, kw_only=True):
         return self.auth == "required"
 
     @property
+    def needs_tokens(self) -> bool:
+        """Whether callers can authenticate only by rdzvd's own tokens."""
+        return self.authenticates and not (self.tls.client_ca or self.oidc.issuer)
+
+    @property
     def open(self) -> str:
         """Why anyone might be able to do anything here; empty if access is restricted."""
         if self.tls.cert is None and self.authenticates:
