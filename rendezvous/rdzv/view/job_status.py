@@ -265,7 +265,8 @@ def waiting_reason(state: State, node_id: str, now_ms: int) -> str:
     if held_ms > now_ms:
         return _held_item(node_id, held_ms - now_ms).why
     if _all_seats_taken(state):
-        return f"spare: all {state.membership.max_nodes} seats are taken"
+        seats = state.membership.max_nodes
+        return f"spare: {'its seat is' if seats == 1 else f'all {seats} seats are'} taken"
     line = _headline(state, now_ms).line
     if job_state(state) is JobState.RUNNING and (why := _why_not_let_in(state)):
         return f"{why}; {line}"

@@ -142,7 +142,7 @@ def demo_command(python: str | None, keep: bool) -> int:
     """Run a real training job on this machine that loses a worker, then a node, and continues.
 
     It starts a server and two nodes on free loopback ports, trains a small model on the CPU, and
-    finishes by itself within a minute or two. It contacts no other server and leaves nothing
+    finishes by itself in about half a minute. It contacts no other server and leaves nothing
     behind.
     """
     from rdzv.demo import story
