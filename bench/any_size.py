@@ -1,6 +1,6 @@
 """Whether a training with a global batch is the same for any number of workers.
 
-    python bench/any_size.py [--epochs N]
+    python bench/any_size.py [--epochs N] [--sharded]
 
 Five steps an epoch of a small model with dropout, batch norm and augmentation, in float64: once in
 one process without a launcher, and once by rdzvrun on four nodes of one worker. Of these one is
@@ -8,6 +8,9 @@ lost, a worker is killed and replaced, another node is lost, and two come. Globa
 samples, the last of 8, are cut into parts of at most 6. What is compared, for each step: samples,
 learning rate, and loss. The script fails if any differ, the losses by more than 1e-5. Also shown is
 what it costs to seed the generators, once for each sample and micro-batch.
+
+With --sharded, the model is divided among the ranks (FSDP2) and saved in memory in each step, with
+copies on other nodes. Then the steps that each new round has redone are shown, too.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import sys
 import tempfile
 import timeit
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +54,14 @@ def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def disturbed(made: Cluster, steps: int) -> None:
+def disturbed(made: Cluster, steps: int, *, sharded: bool) -> None:
     """Train with 4, 3, 2, and 4 nodes."""
-    options = ("--warm", "--max-restarts=3", "--restart-backoff=0", "--redirects=3")
+    warm = "--warm=torch,torch.distributed.fsdp" if sharded else "--warm"
+    options = (warm, "--max-restarts=9", "--restart-backoff=0", "--redirects=3")
     options += ("--rdzv-conf=last_call_timeout=1",)
-    arguments = json.dumps(
-        {"epochs": steps // EPOCH_STEPS, "pause_s": 0.02, "waits": (steps * 4 // 5, 4)}
-    )
+    how = {"epochs": steps // EPOCH_STEPS, "pause_s": 0.02, "waits": (steps * 4 // 5, 4)}
+    arguments = json.dumps({**how, **({"sharded": True, "snapshot_every": 1} if sharded else {})})
+    environ = {"OMP_NUM_THREADS": "1", **({} if sharded else QUICK_TORCH)}
     nodes = {}
 
     def start(*names: str) -> None:
@@ -65,10 +69,11 @@ def disturbed(made: Cluster, steps: int) -> None:
             nodes[name] = made.start_node(
                 name,
                 *options,
+                f"--topology={name}",
                 worker=str(SCRIPT),
                 args=(arguments,),
                 nnodes="2:4",
-                environ={"OMP_NUM_THREADS": "1", **QUICK_TORCH},
+                environ=environ,
             )
 
     def train(share: float, world: int) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--epochs", type=int, default=60, help=f"of {EPOCH_STEPS} steps")
+    parser.add_argument("--sharded", action="store_true", help="divide the model among the ranks")
     chosen = parser.parse_args()
     steps = chosen.epochs * EPOCH_STEPS
     end_on_sigterm()
@@ -117,14 +123,18 @@ def main() -> None:
         alone.mkdir()
         with (alone / "stdout").open("w") as out:
             subprocess.run(
-                [sys.executable, SCRIPT, json.dumps({"epochs": chosen.epochs})],
-                env={**os.environ, "RANK": "0", **QUICK_TORCH},
+                [
+                    *(sys.executable, SCRIPT),
+                    json.dumps({"epochs": chosen.epochs, "sharded": chosen.sharded}),
+                ],
+                env={**os.environ, "RANK": "0", **({} if chosen.sharded else QUICK_TORCH)},
                 stdout=out,
                 check=True,
             )
         with cluster(Path(temporary)) as made:
-            disturbed(made, steps)
-            found = steps_of(lines_in(made.folder / "logs"))
+            disturbed(made, steps, sharded=chosen.sharded)
+            lines = list(lines_in(made.folder / "logs"))
+            found = steps_of(lines)
         expected = steps_of(lines_in(alone))
     workers = [size for size, _ in groupby(len(found[step]) for step in sorted(found))]
     different = compare(found, expected)
@@ -137,8 +147,26 @@ def main() -> None:
         different=different,
     )
     loss = different.pop("of a loss")
+    if chosen.sharded:
+        redone = redone_steps(lines)
+        text = ", ".join(f"{count} in round {number}" for number, count in redone.items())
+        emit(f"any_size: steps redone: {text}", bench="any_size", redone=redone)
     if any(different.values()) or loss > LIMIT or not {4, 3, 2} <= set(workers):
         raise SystemExit("the training was not the same")
+
+
+def redone_steps(lines: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Return how many committed steps each round has made again."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for row in lines:
+        number, step = row["round"], row["step"]
+        first[number] = min(step, first.get(number, step))
+        last[number] = max(step, last.get(number, step))
+    return {
+        number: max(last[before] + 1 - first[number], 0)
+        for before, number in pairwise(sorted(first))
+    }
 
 
 def compare(found: Mapping[int, Rows], expected: Mapping[int, Rows]) -> dict[str, float]:

@@ -108,3 +108,27 @@ def test_a_sharded_model_makes_the_same_steps_with_any_number_of_ranks(tmp_path:
         assert [loss_of(one[step]) for one in found] == pytest.approx(
             [loss_of(rows)] * 2, rel=1e-11
         )
+
+
+def test_a_sharded_model_that_grows_is_divided_anew_and_redoes_no_step(tmp_path: Path) -> None:
+    """All parts are in the memory of kept ranks: of 1, 3, and then 4, which rows do not divide."""
+    expected = trained(tmp_path / "alone", 1, epochs=EPOCHS, sharded=True)
+    ends = (7, 17)
+    faults = [at(0, step, "forward", "sleep", n, seconds=0.3) for n, step in enumerate(ends)]
+    how = {"epochs": EPOCHS, "sharded": True, "faults": faults}
+    with world(tmp_path, "any_size_training.train", **how) as made:
+        kept: list[Worker] = []
+        for size, step in zip((1, 3), ends, strict=True):
+            made.begin(size, kept)
+            kept = made.workers
+            kept[0].wait_line("fault", round=made.number)
+            assert [one["step"] for one in made.end(kept)] == [step] * size
+        made.begin(4, kept, step=ends[-1])
+        finish(made)
+        found = steps(made)
+        committed = Counter(row["step"] for row in made.all[0].lines("step"))
+    assert found.keys() == expected.keys() == committed.keys() and set(committed.values()) == {1}
+    assert {len(rows) for rows in found.values()} == {1, 3, 4}
+    for number, rows in expected.items():
+        assert samples_of(found[number]) == samples_of(rows)
+        assert loss_of(found[number]) == pytest.approx(loss_of(rows), rel=1e-11)

@@ -62,7 +62,7 @@ def test_a_part_that_is_lost_is_missed_on_all_ranks(tmp_path: Path) -> None:
         made.begin(2, made.workers[:1], step=5)
         for worker in made.workers:
             assert worker.exit_code() == 1
-            assert "no rank holds part 1 of 2 of the sharded state, which rank 1 needs" in (
+            assert "no rank holds model.0.weight[17:33, 0:8], which rank 1 needs: the job must" in (
                 worker.text()
             )
 
@@ -76,6 +76,18 @@ def test_a_part_is_received_from_its_replica(tmp_path: Path) -> None:
         done = finish(made)
         assert done[0]["weights"] == done[2]["weights"] != done[1]["weights"]
         assert done[1]["weights"] == done[3]["weights"]
+
+
+def test_a_lost_replica_is_not_replaced_and_the_state_is_divided_anew(tmp_path: Path) -> None:
+    """Of two replicas of two parts, two replicas of one part are made."""
+    faults = [at(3, 5, "forward", "kill")]
+    with world(tmp_path, "train_sharded", steps=9, faults=faults, replicas=2) as made:
+        parked = lose_the_last(made, 4)
+        assert [one["step"] for one in parked] == [5] * 3
+        made.begin(2, made.workers[:2], step=5)
+        done = finish(made)
+        assert done[0]["weights"] == done[1]["weights"]
+        assert [one["pid"] for one in done] == [one.pid for one in made.workers]
 
 
 def test_a_model_that_is_not_added_again_is_refused(tmp_path: Path) -> None:

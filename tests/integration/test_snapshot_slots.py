@@ -30,7 +30,7 @@ from rdzv.core.model import Snapshot, SnapshotMark
 from rdzv.structs import as_dict
 
 MIB = 1 << 20
-MARK = '{"lineage": 0, "step": %d, "series": "abc", "shards": 1, "world_size": 1}'
+MARK = '{"lineage": 0, "step": %d, "series": "abc", "shards": 1}'
 """How a worker prints the mark of what it has saved at a step."""
 
 
@@ -68,12 +68,12 @@ async def test_what_a_killed_worker_has_saved_is_there_for_the_next_one(node: Pa
     (pid,) = await node.begin(f"saves:{MIB}", ranks=1)
     first = node.worker(0, 0)
     assert await node.printed(first, "slots") == f"slots {MIB} {MIB} empty"
-    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
+    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1), 0, MIB, "d")
     assert await node.heard(SnapshotsChanged, snapshots=(saved,))
     next_pid = await restart(node, 1, pid, f"saves:{MIB}", "children")
     line = await node.printed(node.worker(1, 0), "slots")
     assert line == f"slots {MIB} {MIB} {pid}"
-    newer = Snapshot(0, SnapshotMark(0, 20, "abc", 1, 1), 0, MIB, "d")
+    newer = Snapshot(0, SnapshotMark(0, 20, "abc", 1), 0, MIB, "d")
     assert await node.heard(SnapshotsChanged, snapshots=(newer,))
     # No process that a worker starts inherits them.
     child = (await node.printed(node.worker(1, 0), "children")).split()[1]
@@ -100,7 +100,7 @@ async def test_they_outlive_agents_and_the_next_one_is_told_of_them(tmp_path: Pa
     assert not [event for event in node.events if isinstance(event, SnapshotsChanged)]
     node.link.ask(HoldSnapshots(None))
     ((saved,), *_) = [(await node.heard(SnapshotsChanged)).snapshots]
-    assert saved.mark == SnapshotMark(0, 10, "abc", 1, 1)
+    assert saved.mark == SnapshotMark(0, 10, "abc", 1)
     assert memory_files(node.link.pid) == held and len(held) == 2
     mark = StateMark(**as_dict(saved.mark))
     node.link.ask(SnapshotWatermark(mark))
@@ -131,7 +131,7 @@ async def test_a_worker_that_says_saved_without_end_is_not_listened_to(node: Par
 async def test_the_process_that_writes_to_disk_is_answered_for(node: Parking) -> None:
     node.link.ask(HoldSnapshots(None))
     await node.begin(f"saves:{MIB}", ranks=1)
-    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1, 1), 0, MIB, "d")
+    saved = Snapshot(0, SnapshotMark(0, 10, "abc", 1), 0, MIB, "d")
     await node.heard(SnapshotsChanged, snapshots=(saved,))
     mark, env = StateMark(**as_dict(saved.mark)), dict(os.environ)
     pinned = f'{{"type": "pinned", "mark": {MARK % 10}, "fds": 0}}'

@@ -1,4 +1,4 @@
-"""A sharded model's snapshot on disk is loaded by other numbers of ranks, with torch alone, too."""
+"""A sharded model's snapshot is loaded by other numbers of ranks, from disk and from memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_any_number_of_ranks_loads_the_same_bits(
     tmp_path: Path, how: str, counts: tuple[int, ...]
 ) -> None:
     said, errors = run(tmp_path, how, *counts)
-    by = ("torch alone", "under @elastic")
+    by = ("torch alone", "under @elastic", "from memory")
     assert said == [f"{one}, {n} ranks: {[0] * n}" for n in counts for one in by], errors
 
 
@@ -49,6 +49,7 @@ def test_any_number_of_ranks_loads_the_same_bits(
 @pytest.mark.timeout(500)
 def test_tensors_that_each_rank_has_for_itself_need_as_many_ranks(tmp_path: Path) -> None:
     said, errors = run(tmp_path, "4,1,1", 3, 4)
-    assert said == ["under @elastic, 3 ranks: [1, 1, 1]", "under @elastic, 4 ranks: [0, 0, 0, 0]"]
+    codes = ("3 ranks: [1, 1, 1]", "4 ranks: [0, 0, 0, 0]")
+    assert said == [f"{how}, {one}" for one in codes for how in ("under @elastic", "from memory")]
     refused = "not sharded differ between the 4 ranks that saved it, but this round has 3: start 4"
     assert errors.count(refused) == 3

@@ -308,9 +308,8 @@ def _read_snapshots(line: Line) -> tuple[model.Snapshot, ...]:
     for local_rank, word in enumerate(filter(None, line.take("snapshots", "").split(","))):
         at, _, part = word.partition(":")
         lineage, _, step = at.partition("@")
-        shard, _, shards = (part or "0/1of1").partition("/")
-        count, _, workers = shards.partition("of")
-        mark = model.SnapshotMark(int(lineage), int(step), "a", int(count), int(workers))
+        shard, _, shards = (part or "0/1").partition("/")
+        mark = model.SnapshotMark(int(lineage), int(step), "a", int(shards))
         held.append(model.Snapshot(local_rank, mark, int(shard)))
     return tuple(held)
 
@@ -318,7 +317,7 @@ def _read_snapshots(line: Line) -> tuple[model.Snapshot, ...]:
 def write_snapshots(held: tuple[model.Snapshot, ...]) -> str:
     """Write a node's snapshots as `_read_snapshots` reads them."""
     return ",".join(
-        f"{mark.lineage}@{mark.step}:{one.shard}/{mark.shards}of{mark.world_size}"
+        f"{mark.lineage}@{mark.step}:{one.shard}/{mark.shards}"
         for one in held
         for mark in (one.mark,)
     )

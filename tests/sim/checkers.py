@@ -568,8 +568,7 @@ class Judge:
         if not last.snapshot_loads or last.snapshot_loads >= MAX_LOADS:
             return
         parts = {one.shard for one in claimed if one.mark == mark}
-        fits = mark.shards == 1 or mark.world_size == round_.world_size
-        if fits and parts == set(range(mark.shards)):
+        if parts == set(range(mark.shards)):
             if round_.snapshot is None or round_.snapshot < mark:
                 self.fail(f"snapshots: {workers} does not load {mark}, of which all is held")
             self.world.count("rounds that could load what was pinned")
@@ -612,7 +611,7 @@ class Judge:
         """Each part of a sharded state is held, at the newest step that all parts have sealed."""
         self.world.count("rounds with kept parts")
         if round_.world_size != last.world_size:
-            self.fail(f"keeping: {workers} keeps parts of a state of {last.world_size} workers")
+            self.world.count("rounds that divide kept parts anew")
         if len(known) < kept_workers(round_) or not round_.resume_step:
             # Some have died since they were offered; or nothing is lost, because nothing was
             # sealed.
@@ -1201,8 +1200,7 @@ def _newest_saved(
     newest = round_.snapshot
     for mark in {one.mark for snapshots in held.values() for one in snapshots}:
         of_round = round_.lineage <= mark.lineage <= round_.number
-        fits = mark.shards == 1 or mark.world_size == round_.world_size
         parts = {one.shard for all_ in held.values() for one in all_ if one.mark == mark}
-        if of_round and fits and len(parts) == mark.shards and (newest is None or mark > newest):
+        if of_round and len(parts) == mark.shards and (newest is None or mark > newest):
             newest = mark
     return None if newest == round_.snapshot else newest

@@ -152,7 +152,7 @@ class Slots:
         if not self._runner.trains(workers, local_rank) or line is None:
             return
         shards = self._shards()
-        mark = SnapshotMark(self._lineage, step, "a", shards, line.world_size)
+        mark = SnapshotMark(self._lineage, step, str(line.round), shards)
         shard = (line.rank_first + local_rank) % shards
         damaged = world.happens("slot is damaged")
         self.held[local_rank][number] = None if damaged else Saved(mark, shard, workers)

@@ -221,7 +221,7 @@ class Worker:
         self.link.fds = []
         if file := os.environ.get("RDZV_PROGRESS_FILE"):
             Path(file).write_text(str(self.step))
-        mark = {"lineage": 0, "step": self.step, "series": "abc", "shards": 1, "world_size": 1}
+        mark = {"lineage": 0, "step": self.step, "series": "abc", "shards": 1}
         saved = {"slot": 0, "mark": mark, "shard": 0, "bytes": frame["bytes"], "digest": "d"}
         with suppress(ConnectionError):
             for _ in range(1000 if "floods" in sys.argv else 1):

@@ -309,8 +309,7 @@ class Served:
         state = await self.driver.operations.status(rdzv_id)
         assert state.round is not None and state.world_size is not None
         held = tuple(
-            Snapshot(0, SnapshotMark(state.round, step, "a", 2, state.world_size), part)
-            for step, part in parts
+            Snapshot(0, SnapshotMark(state.round, step, "a", 2), part) for step, part in parts
         )
         said = SnapshotsHeld(rdzv_id, state.run, held)
         self.driver.reports.take(self._streams[node_id], said)

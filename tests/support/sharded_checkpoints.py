@@ -2,8 +2,8 @@
 
 SAVERS ranks train a few steps and save to memory, as under rdzvrun; the program that runners start
 writes it to disk. With LOCAL 1, each also has a tensor that is not sharded. Then N ranks load it
-with torch alone, and once more as a new run under @elastic, and compare what they have with what
-was saved, bit by bit.
+with torch alone, as a new run under @elastic, and as new processes that find the memory of all
+savers; and compare what they have with what was saved, bit by bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,30 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from rdzv.worker import Round, State, elastic, write_snapshots
+from rdzv.worker import Round, State, elastic, session, write_snapshots
 from rdzv.worker.link import Announced, GivenSlots
 from rdzv.worker.slot_format import SealedMemory
 from rdzv.worker.snapshot_files import whole_steps
-from rdzv.worker.snapshots import Snapshots
+from rdzv.worker.snapshots import HeldSlots, Snapshots
 
 STEPS = 3
 MOST_S = 120
 
 
 class Slots:
-    """A rank's end of its runner, whose slots are files."""
+    """A rank's end of its runner, whose slots are files; some hold copies of other ranks' parts."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, copied: Sequence[int] = ()) -> None:
         self.announced = Announced()
         self.paths = [folder / f"slot-{rank}-{n}" for n in range(2)]
+        self._copies = [path for one in copied for path in Slots(folder, one).paths]
 
     def reserve(self, size: int, *, copies: bool = False) -> GivenSlots:
+        given = [os.open(path, os.O_RDWR) for path in self._copies] if copies else []
+        if not size and not self.paths[0].exists():
+            return GivenSlots(0, [], "no snapshot is held", given)
         if not size:
-            return GivenSlots(0, [], "no snapshot is held")
+            return GivenSlots(self.paths[0].stat().st_size, self.open(), copies=given)
         fds = self.open()
         for fd in fds:
             os.ftruncate(fd, size)
@@ -157,6 +161,22 @@ def load(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def resume_from_memory(
+    folder: Path, how: Callable[[int], object], savers: int, size: int, rank: int
+) -> None:
+    """Resume as this rank with the snapshots that are its own, or copied to its node."""
+    del os.environ["RDZV_SNAPSHOT_DIR"]
+    slots = Slots(folder, rank, range(rank + size, savers, size))
+
+    def made(sealing: Any, link: None, every: None) -> Snapshots:
+        snapshots = Snapshots(sealing, link, every)
+        snapshots.held = HeldSlots(slots)  # type: ignore[arg-type]
+        return snapshots
+
+    session.Snapshots = made  # type: ignore[assignment,misc]
+    how(rank)
+
+
 def resume(folder: Path, replicas: int, local: bool, savers: int, rank: int) -> None:
     @elastic
     def train(state: State, round_: Round) -> None:
@@ -231,8 +251,11 @@ def main() -> None:
             codes = run_ranks(count, lambda rank: load(rank, folder))
             print(f"torch alone, {count} ranks: {codes}", flush=True)
         made = replicas if count == savers else 1
-        codes = run_ranks(count, partial(resume, folder, made, bool(local), savers))
+        how = partial(resume, folder, made, bool(local), savers)
+        codes = run_ranks(count, how)
         print(f"under @elastic, {count} ranks: {codes}", flush=True)
+        codes = run_ranks(count, partial(resume_from_memory, folder, how, savers, count))
+        print(f"from memory, {count} ranks: {codes}", flush=True)
 
 
 if __name__ == "__main__":

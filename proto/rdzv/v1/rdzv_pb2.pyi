@@ -885,7 +885,6 @@ class SnapshotMark(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     SERIES_FIELD_NUMBER: builtins.int
     SHARDS_FIELD_NUMBER: builtins.int
-    WORLD_SIZE_FIELD_NUMBER: builtins.int
     lineage: builtins.int
     """The last round in which all workers of this training were new: after another such round, the same
     step is a different state.
@@ -894,8 +893,7 @@ class SnapshotMark(google.protobuf.message.Message):
     series: builtins.str
     """Digest of the state's structure: its names, shapes and types, and how it is divided."""
     shards: builtins.int
-    """The number of its parts, and of the workers that shared them."""
-    world_size: builtins.int
+    """The number of its parts."""
     def __init__(
         self,
         *,
@@ -903,9 +901,8 @@ class SnapshotMark(google.protobuf.message.Message):
         step: builtins.int = ...,
         series: builtins.str = ...,
         shards: builtins.int = ...,
-        world_size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lineage", b"lineage", "series", b"series", "shards", b"shards", "step", b"step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lineage", b"lineage", "series", b"series", "shards", b"shards", "step", b"step"]) -> None: ...
 
 global___SnapshotMark = SnapshotMark
 

@@ -165,14 +165,12 @@ def _kept_workers(round_: Round) -> list[str]:
 
 
 def _snapshot(round_: Round) -> list[str]:
-    """Check that a round loads only snapshots of its own history and number of workers."""
+    """Check that a round loads only snapshots of its own history."""
     mark, found = round_.snapshot, []
     if mark is None:
         return ["snapshots: loaded, and there are none"] if round_.snapshot_loads else []
     if not round_.origin <= mark.lineage < round_.number and not round_.adopted:
         found.append("snapshots: outdated, or of a round to come")
-    if mark.shards > 1 and mark.world_size != round_.world_size and not round_.adopted:
-        found.append("snapshots: parts of a state that other workers shared")
     if round_.snapshot_loads and round_.source is not None:
         found.append("snapshots: loaded beside a kept worker that has the state")
     return found

@@ -7,8 +7,8 @@ that has sealed the most steps. All other workers are *new*: they are started by
 healed by the source.
 
 A state may be *sharded*, in which case each worker holds one part of it. The round resumes at the
-newest step for which every part is held. If no worker holds some part, or if the number of workers
-changes, no worker is kept: none could heal the others, and the job must load its own checkpoint.
+newest step for which every part is held, and is divided anew if the number of workers changes. If
+no worker holds some part, none is kept: the job must load a snapshot or its own checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
-from rdzv.core.model import Cause, KeptWorker, Participant, Round, WaitingNode, world_size
+from rdzv.core.model import Cause, KeptWorker, Participant, Round, WaitingNode
 from rdzv.core.root_cause import charged_failures, is_odd_replica
 from rdzv.structs import replace, struct
 
@@ -33,7 +33,6 @@ class WhyNew(StrEnum):
     TORN = "torn"
     OUT_OF_STEP = "out of step"
     SHARD_LOST = "shard lost"
-    RESHARDED = "resharded"
 
 
 WHY_NEW: Mapping[str, str] = {
@@ -46,7 +45,6 @@ WHY_NEW: Mapping[str, str] = {
     WhyNew.TORN: "a step is incomplete, and no worker has a whole state",
     WhyNew.OUT_OF_STEP: "more than one step away from the source",
     WhyNew.SHARD_LOST: "no kept worker holds a part of the sharded state, or not of the same step",
-    WhyNew.RESHARDED: "the state is sharded among another number of workers",
 }
 
 
@@ -98,7 +96,7 @@ def keep(
             else:
                 able[rank] = offer
     source, sealed = _resume(able)
-    why_none = _why_none(prior, participants, able, source)
+    why_none = _why_none(prior, able, source)
     for rank, offer in able.items():
         if why_none is not None:
             new[rank] = why_none
@@ -189,10 +187,7 @@ def _fruitless(prior: Round | None, able: Mapping[int, KeptWorker]) -> bool:
 
 
 def _why_none(
-    prior: Round | None,
-    participants: tuple[Participant, ...],
-    able: Mapping[int, KeptWorker],
-    source: int | None,
+    prior: Round | None, able: Mapping[int, KeptWorker], source: int | None
 ) -> WhyNew | None:
     if _fruitless(prior, able) and prior is not None and prior.end is not None:
         # After an odd replica, steps were sealed, and given up.
@@ -201,12 +196,9 @@ def _why_none(
         )
         if failed or (prior.end.broken and prior.fruitless):
             return WhyNew.NO_STEP
-    sharded = _shards(able) > 1
-    if sharded and prior is not None and world_size(participants) != prior.world_size:
-        return WhyNew.RESHARDED
     torn = any(offer.torn or _sealed(offer) for offer in able.values())
     if source is None and torn:
-        return WhyNew.SHARD_LOST if sharded else WhyNew.TORN
+        return WhyNew.SHARD_LOST if _shards(able) > 1 else WhyNew.TORN
     return None
 
 

@@ -297,8 +297,7 @@ class SnapshotMark:
     series: Printable
     """A digest of the state's structure, how it is divided, and the round that saved it."""
     shards: Annotated[int, Within(1, SHARDS)] = 1
-    world_size: Annotated[int, Within(1, SHARDS)] = 0
-    """`shards` is the number of parts; `world_size` is the number of workers that shared them."""
+    """The number of its parts."""
 
 
 @struct(frozen=True)

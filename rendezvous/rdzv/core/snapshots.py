@@ -47,30 +47,26 @@ class WhyNotLoaded(StrEnum):
 
     NOT_WHOLE = "not whole"
     OUTDATED = "outdated"
-    RESHARDED = "resharded"
     IN_VAIN = "in vain"
 
 
 WHY_NOT_LOADED: Mapping[str, str] = {
     WhyNotLoaded.NOT_WHOLE: "no step has all parts",
     WhyNotLoaded.OUTDATED: "an earlier round continued without them",
-    WhyNotLoaded.RESHARDED: "they are parts of a state that another number of workers shared",
     WhyNotLoaded.IN_VAIN: f"{MAX_LOADS} rounds in a row that loaded them failed soon",
 }
 
 
-def newest_whole(
-    held: Iterable[Collection[Snapshot]], lineages: range, world_size: int
-) -> SnapshotMark | None:
+def newest_whole(held: Iterable[Collection[Snapshot]], lineages: range) -> SnapshotMark | None:
     """Return the newest mark of these lineages that is whole among the snapshots that nodes hold.
 
-    Parts of a divided state can be used only by the same number of workers.
+    Any number of workers can use its parts: they divide the state anew.
     """
     parts: dict[SnapshotMark, set[int]] = {}
     for snapshots in held:
         for one in snapshots:
             mark = one.mark
-            if mark.lineage in lineages and _fits(mark, world_size):
+            if mark.lineage in lineages:
                 parts.setdefault(mark, set()).add(one.shard)
     whole = (mark for mark, shards in parts.items() if len(shards) == mark.shards)
     return max(whole, default=None)
@@ -78,7 +74,7 @@ def newest_whole(
 
 def has_whole(round_: Round, waiting: Iterable[WaitingNode]) -> bool:
     """Return whether waiting nodes hold a whole mark newer than the one this round began with."""
-    mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_), round_.world_size)
+    mark = newest_whole((one.snapshots for one in waiting), sealed_in(round_))
     return mark is not None and (round_.snapshot is None or mark > round_.snapshot)
 
 
@@ -98,13 +94,13 @@ def base(
     if round_.source is not None and prior is not None:
         lineage = prior.lineage
         past = [before(snapshots, lineage, round_.resume_step) for snapshots in held]
-        mark = newest_whole(past, range(origin, number), round_.world_size)
+        mark = newest_whole(past, range(origin, number))
         return replace(round_, snapshot=mark, origin=origin, lineage=lineage), None
-    mark = newest_whole(held, range(origin, number), round_.world_size)
+    mark = newest_whole(held, range(origin, number))
     loads = prior.snapshot_loads if prior is not None and prior.snapshot == mark else 0
     anew = replace(round_, origin=number, lineage=number)
     if mark is None:
-        return anew, _why_not_whole(held, origin, round_.world_size)
+        return anew, _why_not_whole(held, origin)
     if _in_vain(membership, loads):
         return anew, WhyNotLoaded.IN_VAIN
     return replace(anew, snapshot=mark, snapshot_loads=loads + 1, origin=origin), None
@@ -117,21 +113,12 @@ def before(snapshots: Collection[Snapshot], lineage: int, step: int | None) -> t
     return tuple(one for one in snapshots if one.mark not in undone)
 
 
-def _why_not_whole(
-    held: Iterable[Collection[Snapshot]], origin: int, world_size: int
-) -> WhyNotLoaded | None:
+def _why_not_whole(held: Iterable[Collection[Snapshot]], origin: int) -> WhyNotLoaded | None:
     """Return why no snapshot that nodes hold is whole, or None if they hold no snapshots."""
-    marks = {one.mark for snapshots in held for one in snapshots}
-    present = {mark for mark in marks if mark.lineage >= origin}
-    if not present:
-        return WhyNotLoaded.OUTDATED if marks else None
-    if any(_fits(mark, world_size) for mark in present):
+    lineages = {one.mark.lineage for snapshots in held for one in snapshots}
+    if any(lineage >= origin for lineage in lineages):
         return WhyNotLoaded.NOT_WHOLE
-    return WhyNotLoaded.RESHARDED
-
-
-def _fits(mark: SnapshotMark, world_size: int) -> bool:
-    return mark.shards == 1 or mark.world_size == world_size
+    return WhyNotLoaded.OUTDATED if lineages else None
 
 
 def _in_vain(membership: Membership, loads: int) -> bool:
@@ -207,7 +194,6 @@ class HeldByNodes:
         """The newest whole mark, if it became whole in this round."""
         self._lineages = sealed_in(round_)
         self._loadable = range(round_.origin, round_.number + 1)
-        self._world_size = round_.world_size
         self._held: dict[str, tuple[Snapshot, ...]] = {}
         self._holders: dict[SnapshotMark, dict[int, int]] = {}
         """The number of nodes that hold each part, by mark and part."""
@@ -258,15 +244,13 @@ class HeldByNodes:
         """
         worse_off = set(self._held)
         for mark in sorted(self._holders, reverse=True):
-            fits = mark.lineage in self._loadable and _fits(mark, self._world_size)
-            sole = self.sole_holders(mark) if fits else None
+            sole = self.sole_holders(mark) if mark.lineage in self._loadable else None
             if sole is not None and not (worse_off := worse_off & sole):
                 return mark
         return None
 
     def _is_whole(self, mark: SnapshotMark) -> bool:
-        fits = mark.lineage in self._lineages and _fits(mark, self._world_size)
-        return fits and len(self._holders[mark]) == mark.shards
+        return mark.lineage in self._lineages and len(self._holders[mark]) == mark.shards
 
 
 class BlockedSaves:

@@ -378,7 +378,7 @@ async def test_a_round_runs_on_and_is_believed_in(s: Story) -> None:
 
 
 async def test_what_is_held_in_memory_is_known_to_the_next_agent(s: Story) -> None:
-    mark = model.SnapshotMark(0, 40, "f00d", world_size=4)
+    mark = model.SnapshotMark(0, 40, "f00d")
     await s.begin_round(s.line())
     # Workers may not overwrite a step that is whole.
     s.driver.post(SnapshotWatermark("job-7", "r1", mark))

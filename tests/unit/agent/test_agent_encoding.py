@@ -57,7 +57,7 @@ LINE = model.Assignment(
 NOW_MS = 10_000
 FAILURE = model.Failure(1, 5, 99, 3, None, "ValueError: no", "Traceback ...", at_ms=NOW_MS - 40)
 KILLED = model.Failure(2, 6, 98, None, 9, "received SIGKILL (pid 98)", "", at_ms=NOW_MS + 5)
-MARK = model.SnapshotMark(2, 40, "2.a1b2", 2, 6)
+MARK = model.SnapshotMark(2, 40, "2.a1b2", 2)
 SNAPSHOTS = (
     model.Snapshot(0, MARK, 1, 1 << 30, "f00"),
     model.Snapshot(1, MARK, 0, 7, "f01", copy_of=0),

@@ -136,7 +136,7 @@ def test_only_the_local_rank_is_replaced_in_arguments(arg: str, expected: str) -
     assert substitute_local_rank((arg, "x"), 3) == (expected, "x")
 
 
-MARK = SnapshotMark(2, 40, "f00d", 2, 8)
+MARK = SnapshotMark(2, 40, "f00d", 2)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 PATIENCE_S = 100.0
 EXITED = {"round": 0, "local_rank": 0, "pid": 9, "exit_code": 1, "signal": None, "age_ms": 0}
-MARK = SnapshotMark(0, 40, "a", 2, 2)
+MARK = SnapshotMark(0, 40, "a", 2)
 SOURCE = CopySource("n2", "10.0.0.2", 40_000, "secret", (Snapshot(0, MARK, 1, 7, "d", 1),))
 
 

@@ -23,7 +23,7 @@ from tests.unit.agent.test_agent_parking import over
 
 
 def mark(step: int, lineage: int = 0) -> SnapshotMark:
-    return SnapshotMark(lineage, step, f"{lineage}.a", 2, 4)
+    return SnapshotMark(lineage, step, f"{lineage}.a", 2)
 
 
 def held(*steps: int) -> tuple[Snapshot, ...]:

@@ -33,7 +33,7 @@ class Runner:
 
 
 def mark(step: int, shards: int = 1) -> SnapshotMark:
-    return SnapshotMark(0, step, "a", shards, 2)
+    return SnapshotMark(0, step, "a", shards)
 
 
 def disk(every_s: float = 10) -> SnapshotsOnDisk:
@@ -141,7 +141,7 @@ class Story:
         carrier: CopyCarrier | None = None,
         missing: str = "",
     ) -> None:
-        mark = SnapshotMark(0, 40, "a", shards, 2)
+        mark = SnapshotMark(0, 40, "a", shards)
         lacks = MissingCopies(mark, missing) if missing else None
         held = Snapshot(0, mark, 0, 1_000, "digest", copy_of)
         self.copies.note(self.context, SnapshotsChanged((held,), carrier, lacks))
@@ -198,7 +198,7 @@ async def test_it_is_encrypted_where_the_connection_to_the_server_is() -> None:
     story = Story(encrypted=True)
     story.copies.note(
         story.context,
-        SnapshotsChanged((Snapshot(0, SnapshotMark(0, 40, "a", 2, 2), 0, 1_000, "d"),)),
+        SnapshotsChanged((Snapshot(0, SnapshotMark(0, 40, "a", 2), 0, 1_000, "d"),)),
     )
     async with asyncio.timeout(60):
         await story.runner.was_asked.wait()

@@ -500,7 +500,7 @@ def test_a_worker_that_sends_a_descriptor_loses_its_link(runner: FakeRunner) -> 
         assert time.monotonic() - begun < LINGER_S / 4
 
 
-MARK = {"lineage": 4, "step": 50, "series": "a", "shards": 1, "world_size": 2}
+MARK = {"lineage": 4, "step": 50, "series": "a", "shards": 1}
 SAVED = {"mark": MARK, "shard": 0, "bytes": 7, "digest": "d"}
 
 
@@ -511,7 +511,7 @@ def test_a_worker_that_has_said_hello_says_what_it_has_saved(runner: FakeRunner)
         worker.say("saved", slot=1, **SAVED)
         worker.say("saved", slot=0)
         assert worker.noted == [
-            (1, 1, Snapshot(1, StateMark(4, 50, "a", 1, 2), 0, 7, "d")),
+            (1, 1, Snapshot(1, StateMark(4, 50, "a", 1), 0, 7, "d")),
             (1, 0, None),
         ]
 
@@ -529,7 +529,6 @@ def with_(numbers: dict[str, int]) -> dict[str, Any]:
         ({"shard": 1, "shards": 2}, {"shard": 2, "shards": 2}),
         ({"shards": MAX_SHARDS}, {"shards": MAX_SHARDS + 1}),
         ({"lineage": 2**31 - 1}, {"lineage": 2**31}),
-        ({"world_size": 2**31 - 1}, {"world_size": 2**31}),
     ],
 )
 def test_a_number_that_no_snapshot_has_ends_the_link(

@@ -349,7 +349,7 @@ def test_copies_have_the_memory_that_a_limit_leaves(pair: tuple[Node, Node]) -> 
 def wanted(size: int) -> dict[str, Any]:
     """Return a source with one snapshot of this size, all the rest of which is in order."""
     text = dict.fromkeys(("node_id", "address", "token", "fingerprint"), "x")
-    mark = {"lineage": 1, "step": 40, "series": "a", "shards": 1, "world_size": 2}
+    mark = {"lineage": 1, "step": 40, "series": "a", "shards": 1}
     snapshot = {"local_rank": 0, "copy_of": 1, "shard": 0, "mark": mark, "bytes": size}
     return {**text, "port": 1, "snapshots": [{**snapshot, "digest": ""}]}
 

@@ -29,7 +29,7 @@ from rdzv.agent.runner.snapshot_slots import (
 )
 
 MIB = 1 << 20
-MARK = StateMark(3, 10, "abc", 1, 1)
+MARK = StateMark(3, 10, "abc", 1)
 
 
 def saved(step: int = 10) -> Snapshot:

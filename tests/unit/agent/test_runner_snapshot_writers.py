@@ -15,7 +15,7 @@ from rdzv.agent.runner.loop import Loop
 from rdzv.agent.runner.requests import StateMark, WriteSnapshots
 from rdzv.agent.runner.snapshot_writers import SnapshotWriters
 
-MARK = StateMark(0, 40, "a", 1, 2)
+MARK = StateMark(0, 40, "a", 1)
 REQUEST = WriteSnapshots(MARK, ("write",), {})
 
 

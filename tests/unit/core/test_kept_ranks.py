@@ -368,14 +368,15 @@ def test_a_sharded_state_is_kept_if_every_part_has_a_holder(
     assert {one.why: one.ranks for one in not_kept} == new, story
 
 
-def test_a_sharded_state_is_not_kept_by_another_number_of_workers() -> None:
-    for joins, new in (
-        ({"n1": waits("0:7@0/2 1:7@1/2")}, (0, 1)),
-        ({"n1": waits("0:7@0/2 1:7@1/2"), "n2": waits(""), "n3": waits("")}, (0, 1)),
-    ):
-        decided, not_kept = decide(ended(), joins)
-        assert kept_ranks(decided) == []
-        assert NotKept(WhyNew.RESHARDED, new) in not_kept
+def test_a_sharded_state_is_kept_by_another_number_of_workers() -> None:
+    """They divide it anew, unless a part is lost."""
+    whole = waits("0:7@0/2 1:7@1/2")
+    for joins in ({"n1": whole}, {"n1": whole, "n2": waits(""), "n3": waits("")}):
+        decided, _ = decide(ended(), joins)
+        assert (kept_ranks(decided), decided.source, decided.resume_step) == ([0, 1], 0, 7)
+    decided, not_kept = decide(ended(), {"n1": waits("0:7@0/4 1:7@1/4"), "n3": waits("")})
+    assert kept_ranks(decided) == []
+    assert NotKept(WhyNew.SHARD_LOST, (0, 1)) in not_kept
 
 
 def test_every_reason_has_words() -> None:

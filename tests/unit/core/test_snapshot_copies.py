@@ -8,7 +8,7 @@ from rdzv.core.model import Offer, Participant, Snapshot, SnapshotMark
 from rdzv.core.snapshots import MAX_COPIES, are_kept, keepers, orders
 from rdzv.structs import replace
 
-MARK = SnapshotMark(0, 40, "a", 4, 4)
+MARK = SnapshotMark(0, 40, "a", 4)
 
 
 def nodes(*topologies: str, machines: str = "", workers: int = 2) -> list[Participant]:

@@ -20,20 +20,14 @@ from rdzv.core.snapshots import (
 from rdzv.structs import replace
 from tests.support.builders import SETTINGS, Job, running
 
-WORKERS = 4
-
 
 def mark(text: str) -> model.SnapshotMark:
-    """Read `4@50`, `4@50b`, `4@50/2` or `4@50/2of8`.
-
-    Lineage, step, series (`a` by default), parts, and workers.
-    """
-    at, _, parts = text.partition("/")
+    """Read `4@50`, `4@50b` or `4@50/2`: lineage, step, series (`a` by default) and parts."""
+    at, _, shards = text.partition("/")
     lineage, _, step = at.partition("@")
-    shards, _, workers = (parts or "1").partition("of")
     series = step[-1] if step[-1].isalpha() else "a"
     number = int(step.removesuffix(series))
-    return model.SnapshotMark(int(lineage), number, series, int(shards), int(workers or WORKERS))
+    return model.SnapshotMark(int(lineage), number, series, int(shards or 1))
 
 
 def holds(text: str) -> tuple[model.Snapshot, ...]:
@@ -65,9 +59,6 @@ def holds(text: str) -> tuple[model.Snapshot, ...]:
         # The newest is that of the latest lineage, whatever its step.
         (["4@90", "5@60"], "5@60"),
         (["4@90/2:0 5@60/2:0", "4@90/2:1"], "4@90/2"),
-        # Parts shared by other workers fit no group of this size; a complete state fits all.
-        (["4@50/2of8:0", "4@50/2of8:1"], None),
-        (["4@50/1of8"], "4@50/1of8"),
         # Lineages before the origin, and those that never existed.
         (["2@50"], None),
         (["7@50"], None),
@@ -75,7 +66,7 @@ def holds(text: str) -> tuple[model.Snapshot, ...]:
 )
 def test_the_newest_whole_mark(held: list[str], newest: str | None) -> None:
     expected = None if newest is None else mark(newest)
-    assert newest_whole(map(holds, held), range(3, 7), WORKERS) == expected
+    assert newest_whole(map(holds, held), range(3, 7)) == expected
 
 
 def waits(text: str) -> model.WaitingNode:
@@ -139,8 +130,6 @@ def test_a_round_without_a_state_begins_anew() -> None:
     [
         ("", None),
         ("4@50/2:0", WhyNotLoaded.NOT_WHOLE),
-        ("4@50/2of8:0 4@50/2of8:1", WhyNotLoaded.RESHARDED),
-        ("4@50/2of8:0 3@50/2:0", WhyNotLoaded.NOT_WHOLE),
         ("2@50", WhyNotLoaded.OUTDATED),
     ],
 )
@@ -201,7 +190,7 @@ def test_a_part_that_was_lost_does_not_count() -> None:
     assert held.whole is None
 
 
-@pytest.mark.parametrize("other", ["4@90", "4@90/2:0 4@90/2:1", "6@90", "5@60/2of8:0 5@60/2of8:1"])
+@pytest.mark.parametrize("other", ["4@90", "4@90/2:0 4@90/2:1", "6@90"])
 def test_only_the_lineage_of_the_live_round_has_new_marks(other: str) -> None:
     held = held_by_two("4@50")
     assert not held.note("n1", holds(other))
@@ -276,20 +265,14 @@ def killed(job: Job, n1: str, n2: str, *, at_ms: int = 0) -> None:
     """End the live round: all workers are killed; both nodes join again with their snapshots."""
     job.pass_until(job.now_ms + at_ms)
     job.fail("n1")
-    job.stopped("n1", snapshots=held(job, n1))
-    job.stopped("n2", snapshots=held(job, n2))
-
-
-def held(job: Job, text: str) -> tuple[model.Snapshot, ...]:
-    """Read what `holds` reads, for as many workers as the job has."""
-    workers = job.round.world_size
-    return tuple(replace(one, mark=replace(one.mark, world_size=workers)) for one in holds(text))
+    job.stopped("n1", snapshots=holds(n1))
+    job.stopped("n2", snapshots=holds(n2))
 
 
 def test_a_round_of_new_workers_loads_what_is_whole() -> None:
     job = running("n1", "n2", settings=LASTING)
     killed(job, "0@40/2:0 0@50/2:0", "0@40/2:1")
-    first = replace(mark("0@40/2"), world_size=2)
+    first = mark("0@40/2")
     assert (job.round.snapshot, job.round.snapshot_loads, job.round.origin) == (first, 1, 0)
     # It is in the record: another server announces the same.
     job.crash()
@@ -297,7 +280,7 @@ def test_a_round_of_new_workers_loads_what_is_whole() -> None:
     job.resume("n1")
     job.resume("n2")
     killed(job, "0@40/2:0 1@60/2:0", "0@40/2:1 1@60/2:1")
-    assert job.round.snapshot == replace(mark("1@60/2"), world_size=2)
+    assert job.round.snapshot == mark("1@60/2")
     killed(job, "", "1@60/2:1")
     assert (job.round.snapshot, job.round.origin) == (None, 3)
     # The node with the other part returns; the job has continued without it.
@@ -323,15 +306,15 @@ def test_whole_snapshots_count_as_progress() -> None:
 def test_kept_workers_win() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
-    job.stopped("n1", snapshots=held(job, "0@50"))
-    job.stopped("n2", snapshots=held(job, "0@50"), kept=(model.KeptWorker(0, 50),))
+    job.stopped("n1", snapshots=holds("0@50"))
+    job.stopped("n2", snapshots=holds("0@50"), kept=(model.KeptWorker(0, 50),))
     assert (job.round.source, job.round.resume_step) == (1, 50)
-    assert (job.round.snapshot, job.round.snapshot_loads) == (held(job, "0@50")[0].mark, 0)
+    assert (job.round.snapshot, job.round.snapshot_loads) == (holds("0@50")[0].mark, 0)
     # If they repeat the last step, snapshots of it no longer have the same state.
     job.fail("n1")
-    job.stopped("n1", snapshots=held(job, "0@50 0@60"))
-    job.stopped("n2", snapshots=held(job, "0@50"), kept=(model.KeptWorker(0, 59),))
-    assert job.round.snapshot == held(job, "0@50")[0].mark
+    job.stopped("n1", snapshots=holds("0@50 0@60"))
+    job.stopped("n2", snapshots=holds("0@50"), kept=(model.KeptWorker(0, 59),))
+    assert job.round.snapshot == holds("0@50")[0].mark
     # The next round has no kept workers. Its own lineage began with the first.
     killed(job, "0@50", "0@50")
     assert (job.round.snapshot_loads, job.round.origin) == (1, 0)
@@ -340,13 +323,13 @@ def test_kept_workers_win() -> None:
 def test_a_lost_shard_of_kept_workers_comes_from_snapshots() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
-    job.stopped("n1", snapshots=held(job, "0@40/2:0"))
+    job.stopped("n1", snapshots=holds("0@40/2:0"))
     job.stopped(
-        "n2", snapshots=held(job, "0@40/2:1"), kept=(model.KeptWorker(0, 49, shard=1, shards=2),)
+        "n2", snapshots=holds("0@40/2:1"), kept=(model.KeptWorker(0, 49, shard=1, shards=2),)
     )
     assert job.round.source is None
     assert not any(p.kept for p in job.round.participants)
-    assert (job.round.snapshot_loads, job.round.snapshot) == (1, held(job, "0@40/2:0")[0].mark)
+    assert (job.round.snapshot_loads, job.round.snapshot) == (1, holds("0@40/2:0")[0].mark)
 
 
 def test_snapshots_of_another_run_are_not_taken() -> None:
@@ -369,10 +352,10 @@ def test_spares_hold_nothing_for_the_participants() -> None:
 def test_a_later_join_replaces_what_is_held() -> None:
     job = running("n1", "n2", settings=LASTING)
     job.fail("n1")
-    job.stopped("n1", snapshots=held(job, "0@40"))
-    job.stopped("n1", round_=0, snapshots=held(job, "0@50"))
+    job.stopped("n1", snapshots=holds("0@40"))
+    job.stopped("n1", round_=0, snapshots=holds("0@50"))
     job.stopped("n2")
-    assert job.round.snapshot == held(job, "0@50")[0].mark
+    assert job.round.snapshot == holds("0@50")[0].mark
     assert job.last(RoundCompleted).round == job.round
     assert job.last(RoundSettled).round == 0
 
@@ -380,7 +363,7 @@ def test_a_later_join_replaces_what_is_held() -> None:
 def in_slots(*ranks: tuple[int, ...]) -> list[model.Snapshot]:
     """Return what the ranks of a node hold: of each, the steps in its slots."""
     return [
-        model.Snapshot(local_rank, model.SnapshotMark(1, step, "a", 4, 4), 0, 1_000)
+        model.Snapshot(local_rank, model.SnapshotMark(1, step, "a", 4), 0, 1_000)
         for local_rank, steps in enumerate(ranks)
         for step in steps
     ]
@@ -411,7 +394,7 @@ def test_steps_are_given_up_once_no_rank_can_save(
     n2: list[tuple[int, ...]] | None,
     given_up: int | None,
 ) -> None:
-    mark = None if announced is None else model.SnapshotMark(1, announced, "a", 4, 4)
+    mark = None if announced is None else model.SnapshotMark(1, announced, "a", 4)
     blocked = BlockedSaves(("n1", "n2"), mark)
     for name, ranks in (("n1", n1), ("n2", n2)):
         if ranks is not None:

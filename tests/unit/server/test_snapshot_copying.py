@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def mark(step: int) -> SnapshotMark:
-    return SnapshotMark(0, step, "a", 2, 4)
+    return SnapshotMark(0, step, "a", 2)
 
 
 def part(shard: int, step: int, copy_of: int | None = None) -> Snapshot:

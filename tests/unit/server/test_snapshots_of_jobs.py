@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow
 SAME_MACHINE = "all nodes are on one machine, and of one topology"
 
 
-def mark(step: int, lineage: int = 0, world_size: int = 4) -> model.SnapshotMark:
-    return model.SnapshotMark(lineage, step, "a", 2, world_size)
+def mark(step: int, lineage: int = 0) -> model.SnapshotMark:
+    return model.SnapshotMark(lineage, step, "a", 2)
 
 
 def holds(shard: int, *marks: model.SnapshotMark, run: str = "run-1") -> SnapshotsHeld:

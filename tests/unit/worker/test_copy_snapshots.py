@@ -38,7 +38,7 @@ def snapshot(step: int = 40, size: int = SIZE) -> bytearray:
 def asked(step: int = 40, size: int = SIZE) -> dict[str, Any]:
     """What a fetch of it names."""
     digest = digest_of_seal(snapshot(step, size)[:SEAL_BYTES])
-    mark = {"lineage": 2, "step": step, "series": "a", "shards": 2, "world_size": 2}
+    mark = {"lineage": 2, "step": step, "series": "a", "shards": 2}
     return {"mark": mark, "shard": 1, "digest": digest, "bytes": size}
 
 

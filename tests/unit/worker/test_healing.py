@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from rdzv.worker import NoSourceError
 from rdzv.worker.healing import (
     MismatchError,
     StateOffer,
@@ -20,7 +19,7 @@ from rdzv.worker.healing import (
     settle,
 )
 from rdzv.worker.rounds import Round
-from rdzv.worker.shards import Claim, Place, place_of, sources
+from rdzv.worker.shards import Place, place_of
 
 
 @pytest.mark.slow
@@ -112,18 +111,3 @@ def test_a_round_goes_on_from_the_newest_step_that_all_parts_have_sealed() -> No
     # A new rank has no part yet.
     new = StateOffer(False, 0, False, "", "")
     assert elect([new, offer(6, 1), offer(6, 0)]) == 1
-
-
-@pytest.mark.parametrize(
-    ("claims", "text"),
-    [
-        (
-            [Claim(0, 2, [0], 2, ""), Claim(1, 2, [], 1, "")],
-            "no rank holds part 1 of 2 of the sharded state, which rank 1 needs",
-        ),
-        ([Claim(0, 1, [0], 2, "")], "the state was sharded into 2 parts"),
-    ],
-)
-def test_a_part_that_is_held_nowhere_is_named(claims: list[Claim], text: str) -> None:
-    with pytest.raises(NoSourceError, match=text):
-        sources(claims)

@@ -20,9 +20,9 @@ over and when the next one begins. The worker reports that it has *parked*: noth
 in the round any more. `session` leads from round to round. `cutting` interrupts collectives,
 `groups` creates and destroys process groups, `healing` brings all ranks to the state of the
 furthest one, and `sealing` tracks which step a state is at. `shards` holds the parts of sharded
-models between rounds, and restores them. `snapshots` saves the state in the
-runner's memory, and `resuming` loads it in new processes. `rounds` distinguishes exceptions that a
-lost peer may have caused from the script's own.
+models between rounds, and restores them; `resharding` divides them anew. `snapshots` saves the
+state in the runner's memory, and `resuming` loads it in new processes. `rounds` distinguishes
+exceptions that a lost peer may have caused from the script's own.
 
 Without that socket (under torchrun or plain Python) there is a single round, and the same script
 runs unchanged.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .contents import Chunk, Contents, Image, Shape, is_tensor, local, parameters_of, unpacked
+from .contents import Chunk, Contents, Image, is_tensor, path_of, unpacked
 from .slot_format import Header
 from .snapshot_slot import Content
 from .staging import digest
@@ -97,7 +97,7 @@ def _values(
     chunks: dict[str, Chunk] = {}
     plain: dict[str, Any] = {}
     for kind, image in content.images.items():
-        for path, value, chunk in _tensors(image):
+        for path, value, chunk in image.placed():
             name = ".".join(path)
             if chunk is not None:
                 chunks[name] = chunk
@@ -112,25 +112,10 @@ def _values(
     return values, chunks, plain
 
 
-def _tensors(image: Image) -> Iterator[tuple[tuple[str, ...], Any, Chunk | None]]:
-    """List the path in a checkpoint of each tensor and optimizer's value, and chunks' places."""
-    layout = image.small["layout"]
-    for name, one in image.parameters.items():
-        yield _path(name), one, layout.chunks.get(name)
-    for (name, place, key), value, sharded in image.optimizers:
-        chunk = layout.chunks[layout.names[name][place]] if sharded else None
-        yield (name, "state", layout.fqns(name)[place], key), value, chunk
-
-
-def _path(name: str) -> tuple[str, str]:
-    entry, _, path = name.partition(".")
-    return entry, path
-
-
 def _put_small(values: dict[str, Any], image: Image) -> None:
     small = image.small
     for name, one in small["buffers"].items():
-        _put(values, _path(name), one)
+        _put(values, path_of(name), one)
     for name, groups in small["groups"].items():
         fqns = small["layout"].fqns(name)
         named = [{**one, "params": [fqns[place] for place in one["params"]]} for one in groups]
@@ -157,29 +142,15 @@ def read(folder: Path, rank: int, world_size: int, wanted: Mapping[str, Contents
     head = unpacked(_load(reader, metadata, {own: b""})[own])
     is_same_place = tuple(head["own"]["place"]) == (rank, world_size)
     tensors: dict[str, Any] = {}
-    images = {kind: _image(head[kind], contents, tensors) for kind, contents in wanted.items()}
+    images = {}
+    for kind, contents in wanted.items():
+        images[kind], made = contents.like(head[kind])
+        tensors |= made
     if is_same_place:
         mine = {name: f"{own}/{name}" for name in tensors if f"{own}/{name}" in names}
         tensors = {mine.get(name, name): one for name, one in tensors.items()}
     _load(reader, metadata, tensors)
     return Content(head["own"], images)
-
-
-def _image(held: Image, contents: Contents, tensors: dict[str, Any]) -> Image:
-    """Return an image as `held` of the tensors to be read, which are added to `tensors`."""
-    parameters = {}
-    for name, one in contents.tensors():
-        tensors[name], parameters[name] = one.detach(), local(one)
-    optimizers = []
-    names = [".".join(path) for path, _, _ in _tensors(held)][len(held.parameters) :]
-    for named, (key, held_value, sharded) in zip(names, held.optimizers):
-        value = held_value
-        if isinstance(value, Shape):
-            parameter = parameters_of(contents.optimizers[key[0]])[key[1]]
-            made = torch.empty_like(parameter, dtype=value.dtype) if sharded else value.empty()
-            tensors[named], value = made, local(made)
-        optimizers.append((key, value, sharded))
-    return replace(held, parameters=parameters, optimizers=optimizers)
 
 
 def _load(reader: FileSystemReader, metadata: Metadata, wanted: dict[str, Any]) -> dict[str, Any]:

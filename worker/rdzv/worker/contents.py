@@ -192,6 +192,25 @@ class Contents:
             {name: Chunk.of(one) for name, one in tensors if is_sharded(one)},
         )
 
+    def like(self, held: Image) -> tuple[Image, dict[str, Any]]:
+        """Return an image as `held`, one of shapes, in these parameters' memory, and new tensors.
+
+        Also returns its tensors by their names in a checkpoint, all of which are yet to be filled.
+        """
+        tensors: dict[str, Any] = {name: one.detach() for name, one in self.tensors()}
+        parameters = {name: local(one) for name, one in tensors.items()}
+        optimizers = []
+        paths = [path for path, _, _ in held.placed()][len(held.parameters) :]
+        for path, (key, shape, sharded) in zip(paths, held.optimizers):
+            value = shape
+            if _is_large(shape):
+                parameter = parameters_of(self.optimizers[key[0]])[key[1]]
+                made = torch.empty_like(parameter, dtype=shape.dtype) if sharded else shape.empty()
+                tensors[".".join(path)], value = made, local(made)
+            optimizers.append((key, value, sharded))
+        small = {**held.small, "layout": self.layout()}
+        return replace(held, parameters=parameters, optimizers=optimizers, small=small), tensors
+
     def refuse_shards(self) -> None:
         for name, parameter in self._all_parameters():
             if type(parameter.data).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
@@ -363,6 +382,18 @@ class Image:
     def optimizer_tensors(self) -> list[Any]:
         return [value for _, value, _ in self.optimizers if _is_large(value)]
 
+    def placed(self) -> Iterator[tuple[tuple[str, ...], Any, Chunk | None]]:
+        """List the path in a checkpoint of each tensor and optimizer's value, and chunks' places.
+
+        The image must have its `layout`.
+        """
+        layout = self.small["layout"]
+        for name, one in self.parameters.items():
+            yield path_of(name), one, layout.chunks.get(name)
+        for (name, place, key), value, sharded in self.optimizers:
+            chunk = layout.chunks[layout.names[name][place]] if sharded else None
+            yield (name, "state", layout.fqns(name)[place], key), value, chunk
+
     def mapped(self, make: Callable[[str, Any], Any]) -> Image:
         return replace(
             self,
@@ -384,6 +415,11 @@ class Image:
         copies = [shape.empty() for shape in devices.optimizer_tensors()]
         copy_all(self.optimizer_tensors(), copies, [], readers())
         return self.filled(iter([*self.parameters.values(), *copies]))
+
+
+def path_of(name: str) -> tuple[str, str]:
+    entry, _, path = name.partition(".")
+    return entry, path
 
 
 def _joined(key: tuple[str, int, str]) -> str:

@@ -271,7 +271,7 @@ def _send(
     if round_.rank == source:
         buffers = {name: one.detach().clone() for name, one in contents.buffers()}
         image, seed = sealing.image(contents.small_with(buffers)), torch.initial_seed()
-        transfer("state", source, to, round_, store, image, hashed=hashed, seed=seed)
+        transfer(source, to, round_, store, image=image, hashed=hashed, seed=seed)
         return
     own = sealing.image({})
     # A rank that is whole, though behind, stays whole until everything has arrived: if the source
@@ -292,7 +292,7 @@ def _send(
 
     if round_.rank in to and not staged:
         sealing.torn = True
-    received = transfer("state", source, to, round_, store, make=make)
+    received = transfer(source, to, round_, store, make)
     if received is None:
         return
     sealing.torn = True
@@ -304,21 +304,20 @@ def _send(
 
 
 def transfer(
-    name: str,
     source: int,
     to: list[int],
     round_: Round,
     store: Store,
-    image: Image | None = None,
     make: Callable[[str, Shape], Tensor] = lambda _, shape: shape.empty(),
+    image: Image | None = None,
     hashed: str = "",
     **more: Any,
 ) -> dict[str, Any] | None:
     """Send the source's image and `more` to other ranks, over a separate group.
 
-    All ranks of the round must call it, and each image has another `name`. The ranks in `to`
-    receive into the tensors that `make` returns, and get the `image` beside `more`. `hashed` is the
-    image's `digest_of`, if the source knows it. Raises `NoSourceError` if another image arrives.
+    All ranks of the round must call it. The ranks in `to` receive into the tensors that `make`
+    returns, and get the `image` beside `more`. `hashed` is the image's `digest_of`, if the source
+    knows it. Raises `NoSourceError` if another image arrives.
     """
     # Every rank must call this, including those that are not in the group.
     group: Any = dist.new_group(sorted([source, *to]))
@@ -326,11 +325,11 @@ def transfer(
     if round_.rank == source:
         assert image is not None
         head = packed(image=image.shapes(), digest=hashed or digest_of(image), **more)
-        store.set(f"{name}/head_bytes", str(len(head)))
+        store.set("head_bytes", str(len(head)))
         broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
         broadcast([tensor for _, tensor in image.tensors()], source, group)
     elif round_.rank in to:
-        octets = torch.empty(int(store.get(f"{name}/head_bytes")), dtype=torch.uint8)
+        octets = torch.empty(int(store.get("head_bytes")), dtype=torch.uint8)
         broadcast([octets], source, group)
         received = unpacked(octets.numpy().tobytes())
         received["image"] = received["image"].mapped(make)

@@ -268,12 +268,6 @@ class Resuming:
             reason = "its state has other names, sizes or types"
         elif isinstance(found.held, WholeStep):
             reason = found.held.why_not(self._round.world_size)
-        elif header.part and header.world_size != self._round.world_size:
-            before, now = header.world_size, self._round.world_size
-            reason = (
-                f"its {header.shards} parts were saved by {before} ranks, but this round has "
-                f"{now}: start {before}, or load a checkpoint"
-            )
         if reason:
             self._refuse(
                 f"cannot resume from the snapshot of step {header.step} {found.where}: {reason}"

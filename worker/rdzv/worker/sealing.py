@@ -103,7 +103,7 @@ class Sealing:
             small = {**sealed.small, "layout": contents.layout()}
             images["state"] = contents.image(step, small, tensors)
         if parts is not None:
-            images["part"] = parts.image(step, {**self.shards.small, "layout": parts.layout()})
+            images["part"] = parts.image(step, self.shards.small)
         own = {"rng": sealed.rng, "buffers": sealed.small["buffers"], "place": self._place}
         return Content(own, images)
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from .contents import Contents, Image, Layout, is_sharded, local
-from .healing import compare_manifests, transfer
+from .contents import Contents, Image, Layout, is_sharded, local, packed, unpacked
+from .healing import compare_manifests
+from .resharding import Resharding, boxes_of, unsharded
 from .rounds import MismatchError, NoSourceError, UnsupportedError, WorkerError, exchange
 from .snapshot_files import whole_step
+from .staging import digest
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,12 +31,15 @@ if TYPE_CHECKING:
     from .snapshot_files import WholeStep
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Place:
     """The number of a rank's part, and the total number of parts."""
 
     shard: int = 0
     shards: int = 1
+
+    def __str__(self) -> str:
+        return f"part {self.shard} of {self.shards}"
 
 
 class Parts(Contents):
@@ -61,7 +68,13 @@ class Parts(Contents):
         return self._layout
 
     def small(self) -> dict[str, Any]:
-        return self.small_with({name: local(one).clone() for name, one in self._buffers})
+        buffers = {name: local(one).clone() for name, one in self._buffers}
+        return {**self.small_with(buffers), "layout": self._layout}
+
+    def are_divided_as(self, image: Image) -> bool:
+        shapes = [(name, local(one).shape) for name, one in self._tensors]
+        there = [(name, one.shape) for name, one in image.parameters.items()]
+        return self._layout.chunks == image.small["layout"].chunks and shapes == there
 
 
 class Shards:
@@ -75,7 +88,7 @@ class Shards:
         """Whether other ranks have a sharded state but this rank does not have its part yet."""
         self._held: dict[int, Image] = {}
         """This rank's part between rounds, by step: at most the last two sealed steps."""
-        self._copies: dict[int, Image] = {}
+        self._copies: dict[Place, Image] = {}
         """Other parts whose snapshots were found here, held until the script adds its objects."""
         self.on_disk: WholeStep | None = None
         """The step from which all ranks load their parts when the script adds its objects."""
@@ -90,16 +103,15 @@ class Shards:
     def held(self, step: int | None) -> Image | None:
         return self._held.get(step or 0)
 
-    def all_held(self, step: int | None) -> dict[int, Image]:
-        found = {n: one for n, one in self._copies.items() if one.step == (step or 0)}
-        if (own := self.held(step)) is not None:
-            found[self.place.shard] = own
-        return found
+    def all_held(self, step: int | None) -> dict[Place, Image]:
+        own = self.held(step)
+        found = {} if own is None else {self.place: own}
+        return found | {at: one for at, one in self._copies.items() if one.step == (step or 0)}
 
     def hold(self, place: Place, image: Image) -> None:
         """Hold a loaded part until the script adds its objects; further ones for other ranks."""
         if self._held:
-            self._copies[place.shard] = image
+            self._copies[place] = image
         else:
             self.place, self._held = place, {image.step: image}
 
@@ -169,13 +181,13 @@ def place_of(tensors: list[tuple[str, Tensor]], rank: int, world_size: int) -> P
 
 @dataclass(frozen=True)
 class Claim:
-    """A rank's part of the state in this round, and the parts that it still holds."""
+    """What a rank has added in this round, and what it holds of the state."""
 
-    shard: int
-    shards: int
-    held: list[int]
-    held_shards: int
     manifest: str
+    has_own: bool
+    """Whether it holds just the part that it has now."""
+    holds: int
+    """The number of parts that it holds."""
     on_disk: str = ""
     """The folder of the step that all ranks were to load from disk, if it was not loaded yet."""
 
@@ -185,28 +197,24 @@ def add_parts(
 ) -> None:
     """Load the state into the objects that the script has added. All ranks call it together.
 
-    A rank that holds its part receives nothing. Any other rank receives its part from a rank that
-    has the same part (HSDP) or has found a copy of it. From a step on disk, each rank reads its
-    part, however the state is divided now. Blocks while ranks are missing. Raises, on all ranks,
-    `MismatchError` if ranks have added different objects, and `NoSourceError` if no rank holds a
-    part.
+    A rank that holds its part receives nothing. Any other rank receives its part from those that
+    hold some of it, however the state was divided, or reads it from a step on disk. Blocks while
+    ranks are missing. Raises, on all ranks, `MismatchError` if ranks have added different objects,
+    and `NoSourceError` if no rank holds some of the state.
     """
     shards, step = sealing.shards, sealing.step
-    held = shards.all_held(step)
     manifest, hashed = parts.described()
     given = dict(sealing.contents.manifest())
     if both := [name for name, _ in manifest if name in given]:
         raise WorkerError(
             f"{both[0]} was given to State(...) and to state.add(): name one otherwise"
         )
-    mine = Claim(
-        shard=parts.place.shard,
-        shards=parts.place.shards,
-        held=sorted(held),
-        held_shards=shards.place.shards,
-        manifest=hashed,
-        on_disk=str(shards.on_disk.folder) if shards.on_disk else "",
-    )
+    held = shards.all_held(step)
+    image = held.get(parts.place)
+    if image is not None and not parts.are_divided_as(image):
+        image = None
+    on_disk = str(shards.on_disk.folder) if shards.on_disk else ""
+    mine = Claim(hashed, image is not None, len(held), on_disk)
     if round_.rank == 0:
         store.set("manifest of parts", json.dumps(manifest))
     claims = [Claim(**one) for one in exchange(store, round_, "part", asdict(mine))]
@@ -215,14 +223,10 @@ def add_parts(
     if folder := next((one.on_disk for one in claims if one.on_disk), ""):
         _read_parts(parts, whole_step(Path(folder)), round_, hashed)
     elif step:
-        image = held.get(parts.place.shard)
-        for shard, source in sources(claims).items():
-            to = [n for n, one in enumerate(claims) if one.shard == shard and shard not in one.held]
-            if to:
-                # Every rank takes part, including those that neither have the part nor need it.
-                sent = held.get(shard) if round_.rank == source else None
-                came = transfer(f"part/{shard}", source, to, round_, store, sent)
-                image = image if came is None else came["image"]
+        if not all(one.has_own for one in claims):
+            holders = [rank for rank, one in enumerate(claims) if one.holds]
+            received = _receive(parts, held, holders, round_, store, needs=image is None)
+            image = image or received
         assert image is not None
         parts.put_back(image)
     sealing.add(parts, holds_last=holds_last)
@@ -239,29 +243,33 @@ def _read_parts(parts: Parts, step: WholeStep, round_: Round, manifest: str) -> 
     parts.put_back(step.read(round_, part=parts).images["part"])
 
 
-def sources(claims: list[Claim]) -> dict[int, int]:
-    """Map each part of the state to the lowest rank that holds it.
-
-    Raises `NoSourceError` if no rank holds a part, or if the state is now divided differently.
-
-    >>> sources([Claim(0, 2, [], 1, ""), Claim(1, 2, [1], 2, ""), Claim(0, 2, [0, 1], 2, "")])
-    {1: 1, 0: 2}
-    """
-    found: dict[int, int] = {}
-    for rank, claim in enumerate(claims):
-        if not claim.held:
-            continue
-        if claim.held_shards != claim.shards:
-            raise NoSourceError(
-                f"the state was sharded into {claim.held_shards} parts, and is now sharded into "
-                f"{claim.shards}: the job must resume from its checkpoint, in new processes"
-            )
-        for shard in claim.held:
-            found.setdefault(shard, rank)
-    for rank, claim in enumerate(claims):
-        if claim.shard not in found:
-            raise NoSourceError(
-                f"no rank holds part {claim.shard} of {claim.shards} of the sharded state, which "
-                f"rank {rank} needs: the job must resume from its checkpoint, in new processes"
-            )
-    return found
+def _receive(
+    parts: Parts,
+    held: Mapping[Place, Image],
+    holders: list[int],
+    round_: Round,
+    store: Store,
+    *,
+    needs: bool,
+) -> Image | None:
+    """Return this rank's part of what all ranks hold, if it needs one. All ranks call it."""
+    plain = {digest(unsharded(image)) for image in held.values()}
+    said = chain(*exchange(store, round_, "unsharded", sorted(plain)))
+    # If ranks have tensors of their own (local experts), each needs those of the same part.
+    differ = len(set(said)) > 1
+    shapes = next((image.shapes() for image in held.values()), None)
+    if holders and len(holders) < round_.world_size:
+        sent = [packed(image=shapes) if round_.rank == holders[0] else b""]
+        dist.broadcast_object_list(sent, holders[0])
+        shapes = shapes or unpacked(sent[0])["image"]
+    image = parts.like(shapes)[0] if needs and shapes is not None else None
+    moving = Resharding(
+        [boxes_of(one, f" of {place}" if differ else "") for place, one in held.items()],
+        boxes_of(image, f" of {parts.place}" if differ else "") if image is not None else {},
+        round_,
+    )
+    lacking = moving.lacking() if shapes is not None else "no rank holds any part of the state"
+    if reason := next(filter(None, exchange(store, round_, "lacking", lacking)), ""):
+        raise NoSourceError(f"{reason}: the job must resume from its checkpoint, in new processes")
+    moving.run()
+    return image

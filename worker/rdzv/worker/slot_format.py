@@ -37,7 +37,6 @@ class Mark(NamedTuple):
     step: int = -1
     series: str = ""
     shards: int = 0
-    world_size: int = 0
 
     @property
     def time(self) -> tuple[int, int]:
@@ -94,7 +93,7 @@ class Header:
 
     @property
     def mark(self) -> Mark:
-        return Mark(self.lineage, self.step, self.series, self.shards, self.world_size)
+        return Mark(self.lineage, self.step, self.series, self.shards)
 
     @property
     def bytes(self) -> int:

@@ -273,7 +273,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
     with torch.no_grad():
         for name, tensor in tensors:
             described.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}\n".encode())
-            octets = _octets(tensor.detach())
+            octets = as_octets(tensor.detach())
             if octets.numel() > _SMALL_BYTES:
                 sums.setdefault(tensor.device, []).append(_sum(octets, threads))
             elif octets.numel():
@@ -289,7 +289,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]], threads: int = 1) -> str:
     return described.hexdigest()
 
 
-def _octets(tensor: Tensor) -> Tensor:
+def as_octets(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1).contiguous()
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

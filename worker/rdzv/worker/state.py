@@ -92,8 +92,8 @@ class State:
         They are bound to the round's process groups, so the function under @elastic builds them
         anew in each round, shards the model (`fully_shard`) and adds all of them here, once, before
         the first step. All ranks must call it together. Each rank restores its own part of the
-        state; a new rank gets its part from a replica (HSDP). Before the first commit, nothing is
-        changed.
+        state, or receives it from the ranks that hold it, however it was divided among them. Before
+        the first commit, nothing is changed.
 
         The part is copied in memory before each optimizer step, so that all ranks can go back to
         the same step. `hold_last=False` saves that memory; if ranks then stop at different steps,

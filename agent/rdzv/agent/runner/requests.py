@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """The version of the requests, the events and the state that runners keep for the next agent.
 
 An agent adopts only runners of its own version.
@@ -192,7 +192,6 @@ class StateMark:
     step: Number
     series: Text
     shards: Small
-    world_size: Small
 
     def __post_init__(self) -> None:
         if not 0 < self.shards <= MAX_SHARDS or len(self.series) > _MAX_NAME_CHARS:

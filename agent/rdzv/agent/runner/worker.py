@@ -39,7 +39,7 @@ Frames to the worker:
                                                      be overwritten; it may be null
     pinned     {mark}                                this step is being written to disk; null: none
 
-A mark is {lineage, step, series, shards, world_size}.
+A mark is {lineage, step, series, shards}.
 
 Both sides ignore unknown frames. A worker is the job's own process, so nothing that it sends is
 trusted: a malformed frame, a descriptor or too many frames cause the link to be closed, and the
