@@ -125,17 +125,19 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> float:
     return at_s
 
 
-def note_recovery(found: Found, job: KeptJob, since_s: float, stepped_s: float, last: int) -> None:
+def note_recovery(
+    found: Found, job: KeptJob, since_s: float, stepped_s: float, last: int, what: str = ""
+) -> None:
     """Record the times of a recovery from a round whose number was `last`."""
     parked = job.diary.parked_s.get(last)
     if parked:
-        found.took("parked", max(parked.values()) - since_s)
+        found.took(f"{what}parked", max(parked.values()) - since_s)
     if (decided_s := job.decided_s()) is not None:
-        found.took("decided", decided_s - since_s)
+        found.took(f"{what}decided", decided_s - since_s)
     seats, times = job.diary.begun[job.round], job.diary.stepped_s[job.round]
     if kept := [times[rank] for rank, seat in seats.items() if seat.kept]:
-        found.took("those that stayed", max(kept) - since_s)
-    found.took("stepped", stepped_s - since_s)
+        found.took(f"{what}those that stayed", max(kept) - since_s)
+    found.took(f"{what}stepped", stepped_s - since_s)
 
 
 # ------------------------------------------------------------------ the cases
@@ -328,11 +330,11 @@ def scale(found: Found, place: Place) -> None:
         for _ in range(found.wanted):
             job.until("its workers wait", lambda: job.has_standby("n3"), START_S)
             settle(job, 1.1)
-            before = dict(job.workers)
+            before, last = dict(job.workers), job.round
             since_s = job.scale(3)
             stepped_s = job.trains(6, within_s=START_S)
             job.check_kept(before)
-            found.took("to three", stepped_s - since_s)
+            note_recovery(found, job, since_s, stepped_s, last, "to three: ")
             settle(job, 0.5)
             since_s = job.scale(2)
             stepped_s = job.trains(4)

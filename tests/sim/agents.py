@@ -16,6 +16,8 @@ from rdzv import messages
 from rdzv.agent.core import begin, commands, events, step
 from rdzv.agent.core.model import JobTerms, Outcome, Phase
 from rdzv.agent.core.stopping import rejoin
+from rdzv.agent.job.worker_starts import LocalStarts
+from rdzv.agent.runner.requests import STANDBY
 from rdzv.agent.server_link import encoding
 from rdzv.agent.server_link.node_drain import Event, NodeDrain
 from rdzv.agent.server_link.outbox import HEARTBEATS_PER_FENCE
@@ -23,7 +25,8 @@ from rdzv.core.evidence.hang_culprit import HungWorker
 from rdzv.core.evidence.stacks import StackFrame, ThreadStack, WorkerStack
 from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules, absence_for
-from rdzv.core.model import UNMOVED, Assignment, Moved, Offer
+from rdzv.core.model import UNMOVED, Assignment, Moved, Offer, StandbyState
+from rdzv.messages import WorkersStarted
 from rdzv.structs import replace, struct
 from rdzv.transport.node_stream import FINAL_REFUSALS
 from rdzv.transport.wire import write
@@ -32,6 +35,7 @@ from rdzv.version import PROTOCOL_VERSION
 from tests.sim.network import Connection, End
 from tests.sim.parking import Parked, Parking
 from tests.sim.snapshots import Slots
+from tests.sim.standbys import Standbys
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -92,6 +96,9 @@ class Runner:
         self.hung: set[int] = set()
         """LOCAL_RANKs that do nothing any more, possibly forever."""
         self.parking = Parking(self)
+        self.standbys = Standbys(self)
+        self.started: tuple[str, int] | None = None
+        """The run and the round whose workers were last ordered to start."""
         self.slots = Slots(self)
         self._keeping = False
         """Whether workers are asked to park instead of ending."""
@@ -113,7 +120,7 @@ class Runner:
 
     def _arrive(self, agent: Agent, event: events.Event) -> None:
         if agent.alive:
-            agent.awake(lambda: self.part.post(event))
+            agent.awake(lambda: self.part.hear_runner(event))
         else:
             self._unheard.append(event)
 
@@ -124,17 +131,22 @@ class Runner:
 
     def start(self, assignment: Assignment) -> None:
         workers = (self.part.rdzv_id, assignment.run, assignment.round)
-        if self._is_fenced:
+        self.started = workers[1:]
+        if self.is_fenced:
             self.world.count("fenced before its start")
             # As in the runner: no process of the job stays, parked or not.
             self.vanish()
             self.tell(events.Fenced(assignment.round, self.world.agenda.now_ms))
             self.tell(events.WorkersGone(assignment.round))
             return
-        self.world.judge.starts(self.part, workers, assignment)
+        hot = self.part.state.standby.state is StandbyState.READY
+        if hot:
+            self.parking.trouble_seating()
+        self.world.judge.starts(self.part, workers, assignment, hot=hot)
         self.era = self.world.judge.era
         self.workers, self.alive = workers, set(range(self.part.job.local_world_size))
-        self.parking.go(assignment)
+        self.part.script = self.world.script_of(self.part)
+        self.parking.go(assignment, hot=hot)
         self.stuck = self.succeeding = self._keeping = False
         self.hung, self._not_kept = set(), set()
         self._stop_due_ms = None
@@ -151,19 +163,25 @@ class Runner:
             ready_ms = self.world.random.choice((1, 100, 3_000))
             self.world.agenda.after(ready_ms, lambda: self._store_ready(workers))
 
-    def trains(self, workers: Workers, local_rank: int) -> bool:
-        """Whether a worker of this round makes steps."""
+    def trains(self, workers: Workers, local_rank: int, *, healed: bool = True) -> bool:
+        """Whether a worker of this round makes steps, or would if it is `healed`."""
         here = self.workers == workers and local_rank in self.alive - self.hung
+        here = here and not (healed and local_rank in self.parking.unhealed)
         return here and not (self.stuck or self._stop_due_ms or self.part.agent.frozen)
 
     def _store_ready(self, workers: Workers) -> None:
         if self.workers == workers:
             self.tell(events.StoreHostReady(workers[2]))
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether any worker is left here, parked or not, with a rank or without."""
+        return self.workers is not None or bool(self.parking.parked or self.standbys.starting)
+
     # -------------------------------------------------------------- the fence
 
     @property
-    def _is_fenced(self) -> bool:
+    def is_fenced(self) -> bool:
         return self._fence_ms is not None and self.world.agenda.now_ms >= self._fence_ms
 
     def renew_fence(self, at_ms: int) -> None:
@@ -174,7 +192,7 @@ class Runner:
 
     def _meet_fence(self) -> None:
         """Kill everything here, whatever the agent does, if the fence was not renewed."""
-        if not self._is_fenced:
+        if not self.is_fenced:
             return
         if self.part.agent.frozen:
             self.part.agent.awake(self._meet_fence)
@@ -182,6 +200,7 @@ class Runner:
             if self.parking.parked:
                 self.world.count("fenced while parked")
                 self.parking.end(0)
+            self.standbys.killed()
         else:
             self.world.count("fenced")
             workers, self._keeping = self.workers, False
@@ -196,7 +215,7 @@ class Runner:
         """End the remaining workers, or let them park; of two graces, the shorter counts."""
         world, workers = self.world, self.workers
         if workers is None or workers[2] != command.round:
-            self.tell(events.WorkersGone(command.round))
+            self.tell(events.WorkersGone(command.round, kept=self.parking.waiting()))
             return
         grace_ms, first = command.grace_ms, self._stop_due_ms is None
         if command.keep_ms is not None:
@@ -393,6 +412,7 @@ class Runner:
     def vanish(self, parked: dict[int, Parked] | None = None) -> None:
         """No process is left except these; the others break their peers' collectives if alive."""
         self.parking.parked = parked or {}
+        self.standbys.vanish()
         workers, alive = self.workers, self.alive
         self.workers, self.alive, self.stuck = None, set(), False
         self.hung = set()
@@ -416,6 +436,13 @@ class Part:
         self.state = begin(self.job, world.agenda.now_ms, run)
         self.joined = False
         self.runner = Runner(world, self)
+        self.script = ""
+        """The digest of the script, as this node last read it."""
+        self.said: WorkersStarted | None = None
+        """What it would say again to another server of how its workers were started."""
+        self.dead: set[int] = set()
+        """The process ids of parked workers that this agent knows to have ended."""
+        self.starts = self._new_starts()
         self.outcome: Outcome | None = None
         self.reason = ""
         """Why there is nothing to run, as the server last reported."""
@@ -428,6 +455,28 @@ class Part:
     def node_id(self) -> str:
         return self.agent.name
 
+    def _new_starts(self) -> LocalStarts:
+        now_ms = lambda: self.world.agenda.now_ms  # noqa: E731
+        size = self.job.local_world_size
+        return LocalStarts(self.rdzv_id, size, now_ms, self._say_started, lambda: self.script)
+
+    def _say_started(self, said: WorkersStarted) -> None:
+        self.said = said
+        if said.script:
+            self.world.standbys.shows(self, said)
+        self.agent.say(encoding.report(said, self.rdzv_id, 0))
+
+    def adopted(self) -> None:
+        """Go on with what the previous agent may not have done; see `JobDriver.resume`."""
+        self.starts, self.said = self._new_starts(), None
+        state = self.state
+        if state.standby.state is StandbyState.STARTING and not state.ending_kept:
+            self.runner.standbys.begin(state.standby_of[0])
+        line = state.assignment
+        runs = state.phase is Phase.RUNNING and not state.workers_gone
+        if line is not None and runs and self.runner.started != (line.run, line.round):
+            self.runner.standbys.let_start(line)
+
     def say_join(self) -> None:
         self._do(rejoin(self.state))
 
@@ -439,6 +488,17 @@ class Part:
     def _join(self, say: commands.SayJoin | None) -> pb.Join:
         now_ms = self.world.agenda.now_ms
         return encoding.join(say, self.state, self._offer(), now_ms, refuse_reuse=False)
+
+    def hear_runner(self, event: events.RunnerEvent) -> None:
+        """Handle an event of the runner; see `RunnerEvents`."""
+        if getattr(event, "round", None) == STANDBY:
+            self.runner.standbys.hear(event)
+            return
+        self.starts.runner_said(event)
+        if isinstance(event, events.KeptExited):
+            self.dead.add(event.pid)
+        if not isinstance(event, events.WorkerStarted):
+            self.post(event)
 
     def post(self, event: events.Event) -> None:
         self.joined = self.joined or isinstance(event, messages.Joined)
@@ -492,15 +552,21 @@ class Part:
         )
 
     def _do(self, command: commands.Command) -> None:
+        self.starts.decided(command)
         match command:
             case commands.SayJoin():
                 self._port += 1
+                self.world.standbys.check_offer(self, command)
                 self.agent.say(pb.NodeMessage(join=self._join(command)))
             case commands.StartWorkers():
-                self.runner.start(command.assignment)
+                self.runner.standbys.let_start(command.assignment)
+            case commands.StartStandby():
+                self.runner.standbys.begin(command.script)
             case commands.StopWorkers():
+                self.runner.standbys.cancel_start()
                 self.runner.stop(command)
             case commands.EndKept():
+                self.runner.standbys.cancel()
                 self.runner.parking.end(command.grace_ms)
             case commands.NotifyWorkers():
                 self.runner.notify(command.round, command.signum)
@@ -572,6 +638,7 @@ class Agent:
             part.agent = self
             part.post(events.ServerLost("the agent was restarted"))
             part.runner.adopted()
+            part.adopted()
         self.connect()
 
     @property
@@ -582,10 +649,7 @@ class Agent:
     @property
     def has_workers(self) -> bool:
         """Whether any worker is left here, parked or not."""
-        return any(
-            part.runner.workers is not None or part.runner.parking.parked
-            for part in self.parts.values()
-        )
+        return any(part.runner.has_workers for part in self.parts.values())
 
     # -------------------------------------------------------------- life
 
@@ -830,6 +894,7 @@ class Agent:
         self._beat_on(connection)
         for part in list(self.parts.values()):
             part.post(events.ServerConnected())
+            part.starts.say_again()
             part.runner.say_hung()
 
     def _beat_on(self, connection: Connection) -> None:

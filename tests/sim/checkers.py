@@ -489,6 +489,7 @@ class Judge:
                     self.replaced.add(workers)
             if round_.end is not None:
                 self.over.add(workers)
+                self.world.standbys.note_end(workers, round_.end)
         if after.ended is not None:
             self.ended.setdefault((rdzv_id, after.run), set()).add(after.ended.reason)
         for earlier in after.earlier:
@@ -1070,14 +1071,18 @@ class Judge:
 
     # -------------------------------------------------------------- the workers
 
-    def starts(self, part: Part, workers: Workers, assignment: Assignment) -> None:
+    def starts(self, part: Part, workers: Workers, assignment: Assignment, *, hot: bool) -> None:
         """Exclusivity, as only an observer sees it."""
         self.world.count("workers started")
+        if part.runner.standbys.starting:
+            self.fail(f"exclusivity: {part.node_id} starts {workers} beside standbys")
+        if hot:
+            self.world.standbys.check_seated(part, workers, assignment)
         if part.runner.workers is not None:
             self.fail(f"exclusivity: {part.node_id} starts {workers} beside {part.runner.workers}")
         for local_rank in assignment.kept:
             parked = part.runner.parking.parked.get(local_rank)
-            if parked is not None and parked.workers != self._round_before(workers):
+            if parked is not None and not self._was_in_last(part, workers, parked):
                 self.fail(f"keeping: LOCAL_RANK {local_rank} of {part.node_id} was in {parked}")
         if (part.node_id, workers) in self.started and self.era == 0:
             self.fail(f"{part.node_id} starts {workers} twice")
@@ -1097,6 +1102,16 @@ class Judge:
                     f"exclusivity: {part.node_id} starts workers of {workers} beside those of "
                     f"{old} on {other.name}"
                 )
+
+    def _was_in_last(self, part: Part, workers: Workers, parked: Parked) -> bool:
+        """Whether a parked worker was in the round before, or in the last that began here."""
+        rdzv_id, run, number = workers
+        for of in self.rounds:
+            if of[:2] == (rdzv_id, run) and parked.workers[2] < of[2] < number:
+                seats = {participant.node_id for participant in self.rounds[of].participants}
+                if part.node_id not in seats or (part.node_id, of) in self.started:
+                    return False
+        return parked.workers[:2] == (rdzv_id, run)
 
     def _must_be_fenced(self, part: Part) -> bool:
         """Return whether workers must be gone before their seat is given up, while cut off."""
@@ -1125,7 +1140,7 @@ class Judge:
         outcome = part.outcome
         assert outcome is not None
         self.world.count(f"exit {outcome.exit_code}")
-        if part.runner.workers is not None or part.runner.parking.parked:
+        if part.runner.has_workers:
             self.fail(f"{part.node_id} exits, and its workers run on")
         if outcome.result is Result.SUCCEEDED and outcome.exit_code != 0:
             self.fail(f"{part.node_id} exits {outcome.exit_code}, and the job has succeeded")

@@ -100,6 +100,19 @@ KEEPING_CHANCES = ("parks never", "dies parked", "torn", "wrong claims", "goes o
 """Troubles that may occur there at any suitable moment."""
 
 
+STANDBY_SHARE = 0.5
+"""The share of the histories with kept workers in which nodes that wait have standbys."""
+
+STANDBY_CHANCES = (
+    "standby ends",
+    "standby never parks",
+    "standby is slow",
+    "standby dies as it is seated",
+    "node dies as it is seated",
+)
+"""Troubles that may occur there at any suitable moment."""
+
+
 SHARDED_SHARE = 0.5
 """The share of these histories in which each worker has a part of the state."""
 
@@ -153,6 +166,10 @@ class Swarm:
     keep_timeout_ms: int = 0
     """How long workers may take to park; 0: no worker is kept."""
     park_timeout_ms: int = 600_000
+    standby: str = "cold"
+    """`hot` if nodes that wait for a seat start their workers in advance."""
+    odd_scripts: frozenset[str] = frozenset()
+    """The nodes that have another version of the script."""
     fence_after_ms: int = 0
     """After how long a node that is cut off kills its own workers; 0: never."""
     replicas: int = 0
@@ -171,6 +188,7 @@ class Swarm:
         swarm = _with_budgets(swarm, Random(f"{seed}, with budgets"), without)
         swarm = cls._with_hangs(swarm, Random(f"{seed}, with hangs"), without)
         swarm = _with_keeping(swarm, Random(f"{seed}, with keeping"), without)
+        swarm = _with_standbys(swarm, Random(f"{seed}, with standbys"), without)
         swarm = _with_fence(swarm, Random(f"{seed}, with a fence"))
         swarm = _with_shards(swarm, Random(f"{seed}, with shards"))
         swarm = _with_snapshots(swarm, Random(f"{seed}, with snapshots"))
@@ -232,7 +250,7 @@ class Swarm:
             servers=random.choice((1, 1, 2, 3)),
             rates={**rates, "starts": 2.0},
             chances={name: random.choice((0.0, 0.0, 0.05, 0.3)) for name in CHANCES}
-            | dict.fromkeys((*KEEPING_CHANCES, *SNAPSHOT_CHANCES), 0.0),
+            | dict.fromkeys((*KEEPING_CHANCES, *STANDBY_CHANCES, *SNAPSHOT_CHANCES), 0.0),
             latencies_ms=random.choice(((1,), (1, 2, 5), (1, 5, 20, 200), (1, 2, 1_500))),
             store_latencies_ms=random.choice(((0,), (0,), (1, 3), (1, 20, 300))),
             server_timeout_ms=random.choice((20_000, 600_000)),
@@ -253,6 +271,7 @@ class Swarm:
                 server_timeout_ms=SERVER_TIMEOUT_MS,
                 keep_timeout_ms=self.keep_timeout_ms,
                 park_timeout_ms=self.park_timeout_ms,
+                standby=self.standby,
                 fence_after_ms=self.fence_after_ms,
             )
         return JobTerms(
@@ -264,6 +283,7 @@ class Swarm:
             server_timeout_ms=self.server_timeout_ms,
             keep_timeout_ms=self.keep_timeout_ms,
             park_timeout_ms=self.park_timeout_ms,
+            standby=self.standby,
             fence_after_ms=self.fence_after_ms,
         )
 
@@ -305,6 +325,26 @@ def _with_keeping(swarm: Swarm, random: Random, without: frozenset[str]) -> Swar
         park_timeout_ms=random.choice((2_000, 600_000)),
         chances={**swarm.chances, **chances},
         rates={**swarm.rates, "collective_fails": random.choice((0.0, 0.3, 1.0))},
+    )
+
+
+def _with_standbys(swarm: Swarm, random: Random, without: frozenset[str]) -> Swarm:
+    """Let nodes that wait have standbys in some histories; all others are unchanged."""
+    if not swarm.keep_timeout_ms or random.random() >= STANDBY_SHARE:
+        return swarm
+    chances = {name: random.choice((0.0, 0.0, 0.1, 0.3)) for name in STANDBY_CHANCES}
+    rates = {"script_changes": random.choice((0.0, 0.3, 1.0)), "node_dies": 1.0}
+    # Spares are rare otherwise: nodes come and go, and the next one gets the seat.
+    kinds, count = [swarm.nodes[0].kind], len(swarm.nodes)
+    nodes = (*swarm.nodes, *(_node(f"n{count + n}", random, kinds) for n in (1, 2)))
+    odd = random.choice(nodes).name if random.random() < 0.2 else None
+    return replace(
+        swarm,
+        nodes=nodes,
+        standby="hot",
+        odd_scripts=frozenset({odd} if odd else ()),
+        chances={**swarm.chances, **chances},
+        rates={**swarm.rates, **{name: rates[name] for name in rates if name not in without}},
     )
 
 

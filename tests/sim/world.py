@@ -25,6 +25,7 @@ from random import Random
 
 from rdzv.agent.core import events
 from rdzv.agent.core.model import Phase
+from rdzv.agent.core.standbys import HOT
 from rdzv.core.fleet.nodes import AgentKind, LeaseRules
 from rdzv.core.life.forming import GATHER_MS, STORE_BACKOFF_MAX_MS
 from rdzv.core.model import Membership
@@ -36,6 +37,8 @@ from tests.sim.daemons import Daemon
 from tests.sim.loop import Agenda, Process
 from tests.sim.network import DOWN, UP, Connection, Network
 from tests.sim.operators import Operators
+from tests.sim.standby_checks import StandbyJudge
+from tests.sim.standbys import SLOW_MS
 from tests.sim.swarm import AIMED_TROUBLES, Swarm, Trouble
 
 TRACED = ("store", "trouble", "attach", "refused", "chance")
@@ -48,6 +51,7 @@ OF_A_PART = (
     "workers_succeed",
     "store_host_fails",
     "runner_dies",
+    "script_changes",
 )
 """Troubles of a job on a node, which need a node with a job."""
 CALM_MS = 15_000
@@ -86,6 +90,7 @@ class World:
         self.failure: BaseException | None = None
         self.log: list[str] | None = None
         self.judge = Judge(self)
+        self.standbys = StandbyJudge(self)
         self.network = Network(self.agenda, random)
         self.network.latencies_ms = self.swarm.latencies_ms
         self.disk = Disk(random)
@@ -103,6 +108,8 @@ class World:
         self.servers_from_ms = 0
         """No server can start before this time."""
         self.operators = Operators(self)
+        self._scripts: Counter[str] = Counter()
+        """By job: how often its script was changed."""
         self._instances = 0
         self._uids = 0
         self._pids = 0
@@ -159,6 +166,11 @@ class World:
     def steps_sealed(self, workers: Workers) -> int:
         """Return how many steps a round has sealed: its workers run in lock-step."""
         return Random(f"{self.seed}, {self.judge.era}, steps of {workers}").choice((0, 0, 1, 5))
+
+    def script_of(self, part: Part) -> str:
+        """Return the digest of a job's script on a node."""
+        odd = f" of {part.node_id}" if part.node_id in self.swarm.odd_scripts else ""
+        return f"version {self._scripts[part.rdzv_id]}{odd}"
 
     @property
     def leader(self) -> Server | None:
@@ -268,6 +280,12 @@ class World:
         if (workers := part.runner.workers) is not None:
             self.blame()
             self.collectives_break(workers, part.runner.era)
+
+    def _script_changes(self, chance: Random, agent: Agent, part: Part) -> None:
+        """Somebody edits the script; perhaps an operator then asks for new processes."""
+        self._scripts[part.rdzv_id] += 1
+        if chance.random() < 0.5:
+            self.operators.restarts(chance)
 
     def _crash_loops(self, chance: Random, agent: Agent, part: Part) -> None:
         """The script is broken: whenever a round of the job runs, it fails soon."""
@@ -608,6 +626,7 @@ class World:
             + GATHER_MS
             + 60_000  # Until stuck workers are reaped, ...
             + 60_000  # ... and for troubles planned before all of it healed.
+            + (2 * SLOW_MS if self.swarm.standby == HOT else 0)
         )
 
     def _wait_until_well(self) -> None:
@@ -684,6 +703,7 @@ class World:
             part = agent.parts.get(rdzv_id)
             if part is not None and part.runner.workers == workers and part.runner.hung:
                 yield f"{agent.name} hangs in {workers}"
+        yield from self.standbys.missing(membership, round_)
         if not any(self._trains(agent, workers) for agent in self.agents):
             yield f"nobody trains in {workers} any more, and the run is not closed"
 
@@ -731,6 +751,7 @@ class World:
             moves = self.judge.moves & ({*jobs} if self.swarm.specs else {rdzv_id})
             if before[rdzv_id] != after and not moves:
                 self.judge.fail(f"calm: {rdzv_id} was at {before[rdzv_id]} and is at {after}")
+        self._check_standbys(open_jobs)
         if self.failure is not None:
             raise self.failure
         for agent in self.agents:
@@ -738,6 +759,18 @@ class World:
                 waits = agent.alive and part.state.phase is Phase.JOINING
                 if waits and not part.reason and self.judge.stored[part.rdzv_id].ended is None:
                     self.judge.fail(f"always a reason: {agent.name} waits for {part.rdzv_id}")
+
+    def _check_standbys(self, jobs: Iterable[str]) -> None:
+        """Check that server and nodes agree on who has a standby, and that it is there."""
+        for rdzv_id in jobs if self.swarm.standby == HOT else ():
+            found = self.standbys.amiss(rdzv_id)
+            for _ in range(4):
+                # One may just have settled, or ended.
+                if found:
+                    self.run(500)
+                    found = found & self.standbys.amiss(rdzv_id)
+            if found:
+                self.judge.fail(f"standby: {', '.join(sorted(found))}")
 
     def _present(self, rdzv_id: str) -> tuple[str, int]:
         membership = self.judge.stored[rdzv_id]

@@ -5,14 +5,24 @@ The stories drive the pure core as those of `test_agent_parking` do.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
 from rdzv.agent.core import events
-from rdzv.agent.core.commands import EndKept, Exit, SayJoin, StartStandby, StartWorkers
+from rdzv.agent.core.commands import (
+    EndKept,
+    Exit,
+    SayJoin,
+    StartStandby,
+    StartWorkers,
+    StopWorkers,
+)
 from rdzv.agent.core.environ import without_round
 from rdzv.agent.core.model import JobTerms, Phase
+from rdzv.agent.job.round import LocalRound
 from rdzv.core.model import NO_STANDBY, KeptWorker, Standby, StandbyState
 from rdzv.messages import Joined
 from rdzv.structs import replace
@@ -67,6 +77,10 @@ def test_they_start_once_the_script_has_shown_that_it_can_have_some() -> None:
     assert isinstance(say, SayJoin)
     assert (say.standby, say.kept) == (READY, ())
     assert node.hear(joined()) == []
+    # Their costs, once measured, are news once.
+    costs = events.StandbySettled(replace(READY, cpus=0.1), PARKED)
+    assert [type(one) for one in node.hear(costs)] == [SayJoin]
+    assert node.hear(costs) == []
 
 
 @pytest.mark.parametrize(
@@ -148,8 +162,10 @@ def test_they_do_not_end_after_the_park_timeout() -> None:
 
 def test_one_that_ends_ends_the_others() -> None:
     node = ready()
-    end = node.hear(events.KeptExited(1, 201, None, 9))
-    assert end == [EndKept(HOT.failure_stop_timeout_ms)]
+    end, say = node.hear(events.KeptExited(1, 201, None, 9))
+    assert end == EndKept(HOT.failure_stop_timeout_ms)
+    assert isinstance(say, SayJoin)
+    assert say.standby == NO_STANDBY
     node.hear(events.KeptExited(0, 200, None, 15))
     (say,) = node.hear(events.KeptGone())
     assert isinstance(say, SayJoin)
@@ -168,6 +184,38 @@ def test_a_node_leaves_once_they_have_ended(begin: Callable[[], Node], end: even
     assert node.state.phase is not Phase.ENDED
     node.hear(events.StandbySettled(NO_STANDBY))
     assert isinstance(node.hear(events.KeptGone())[-1], Exit)
+
+
+def test_those_of_a_round_that_is_over_before_it_began_here_end() -> None:
+    """Another round would take them for workers that its own script has made."""
+    asked: list[object] = []
+    job = mock.MagicMock()
+    job.runner.ask = asked.append
+    job.decisions.state = ready().state
+    LocalRound(job, line()).stop_workers(StopWorkers(1, 0))
+    assert [type(one) for one in asked] == [EndKept, StopWorkers]
+    asked.clear()
+    job.decisions.state = waiting().state
+    LocalRound(job, line()).stop_workers(StopWorkers(1, 0))
+    assert [type(one) for one in asked] == [StopWorkers]
+
+
+async def test_the_rounds_store_is_served_while_standbys_are_starting() -> None:
+    """Peers connect to it, and the round ends if it is not ready within a minute."""
+    job, told = mock.MagicMock(), asyncio.Event()
+    job.unready = ""
+    job.ready.wait = job.observers.snapshot_file.begin_round = mock.AsyncMock()
+    job.workers.open_round = mock.AsyncMock(return_value=((), []))
+    job.store_socket.take().getsockname.return_value = ("", line().master_port)
+    job.runner.start_store_host = lambda *_: told.set()
+    job.standby.settled = asyncio.Event().wait
+    job.tasks.start = lambda task, _name: asyncio.ensure_future(task)
+    begun = LocalRound(job, line(group_rank=0))
+    begun.begin()
+    async with asyncio.timeout(10):
+        await told.wait()
+    assert not job.runner.start_workers.called
+    begun.cancel()
 
 
 def test_without_a_runner_there_are_none() -> None:

@@ -58,9 +58,9 @@ def note_settled(work: Work, event: events.StandbySettled) -> None:
     state = work.state
     if state.standby.state is StandbyState.COLD or state.ending_kept:
         return
-    work.state = replace(state, standby=event.standby)
-    if state.phase is Phase.JOINING:
-        work.state = replace(work.state, kept=event.kept)
+    kept = event.kept if state.phase is Phase.JOINING else state.kept
+    work.state = replace(state, standby=event.standby, kept=kept)
+    if state.phase is Phase.JOINING and work.state != state:
         work.do(rejoin(work.state))
 
 
@@ -71,6 +71,7 @@ def note_exit(work: Work, event: events.KeptExited) -> None:
     again_ms = work.now_ms + AGAIN_MS
     work.state = replace(work.state, standby=Standby(why=why), standby_again_ms=again_ms)
     end_kept(work)
+    work.do(rejoin(work.state))  # The node is not to be chosen for it any more.
 
 
 def again_due_ms(state: AgentState) -> int | None:

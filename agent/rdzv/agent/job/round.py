@@ -67,7 +67,7 @@ class LocalRound:
     def resume(self, kept: KeptState, hello: RunnerHello) -> None:
         """Take over the previous agent's workers, and supervise them until the round is over."""
         job, state = self._job, kept.state
-        self.kept_stop = kept.stop
+        self.kept_stop, self._start_is_over = kept.stop, True
         if kept.outputs:
             self.outputs = kept.outputs
             job.workers.resume_round(self.assignment, self.outputs)
@@ -106,20 +106,26 @@ class LocalRound:
             job.post(events.StartFailed(number, str(error)))
             return
         job.keep()
+        # Before it waits for standbys, as a store host that is late ends the round.
         self._start_store_host()
+        await job.standby.settled()
         job.observers.watch(self.assignment)
         job.runner.start_workers(number, workers, self._keep_spec())
+        self._start_is_over = True
         if self._notified_by is not None:
             # The runner had not received the round yet.
             job.runner.ask(self._notified_by)
+
+    @property
+    def _is_hot(self) -> bool:
+        return self._job.decisions.state.standby.state is StandbyState.READY
 
     def _keep_spec(self) -> KeepSpec | None:
         terms, assignment = self._job.launch.job, self.assignment
         if not terms.keep_timeout_ms:
             return None
-        hot = self._job.decisions.state.standby.state is StandbyState.READY
         return KeepSpec(
-            tuple(range(terms.local_world_size)) if hot else assignment.kept,
+            tuple(range(terms.local_world_size)) if self._is_hot else assignment.kept,
             assignment.source,
             assignment.resume_step,
             assignment.charged_suspects,
@@ -132,7 +138,6 @@ class LocalRound:
         await job.ready.wait()
         if job.unready:
             raise InvalidRequestError(job.unready)
-        await job.standby.settled()
         await job.observers.snapshot_file.begin_round()
         address = job.offer.address
         self.outputs, workers = await job.workers.open_round(self.assignment, address)
@@ -190,6 +195,9 @@ class LocalRound:
 
     def stop_workers(self, command: commands.StopWorkers) -> None:
         """End the workers. Those that have not been started never will be."""
+        if not self._start_is_over and self._is_hot:
+            # The core counts standbys as workers of this round, which they will not enter.
+            self._job.runner.ask(commands.EndKept(self._job.launch.job.failure_stop_timeout_ms))
         self._cancel_start()
         self._job.observers.stop_watching()
         # Their store's port is not offered again.

@@ -53,6 +53,8 @@ class StandbyWorkers:
 
     def begin(self, script: str) -> None:
         """Start them, unless this node has another script, or take over those of another agent."""
+        if self._task is not None:
+            self._task.cancel()  # It waits for the end of some that a round was too early for.
         self._over, self._kept, self._outputs, self._why = asyncio.Event(), (), (), None
         self._asked = False
         self._task = self._job.tasks.start(self._run(script), f"standbys of {self._job.rdzv_id}")
@@ -67,6 +69,9 @@ class StandbyWorkers:
         if self._task is None or self._task.done():
             return
         starts = self._job.decisions.state.standby.state is StandbyState.STARTING
+        if starts:
+            text = "%s: the round waits for up to %g s for standbys that are starting"
+            log.info(text, self._job.rdzv_id, SEATED_WITHIN_S)
         await asyncio.wait([self._task], timeout=SEATED_WITHIN_S if starts else 0.0)
         if not self._task.done():
             self.cancel()
