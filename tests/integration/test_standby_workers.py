@@ -199,6 +199,26 @@ def test_standbys_that_an_agent_was_starting_are_taken_over_by_the_next(d: Nodes
     assert (c.status().kept, c.status().hot) == (1, 1)
 
 
+def test_those_that_an_agent_was_starting_end_if_the_script_is_another_by_then(d: Nodes) -> None:
+    c, file = d.cluster, d.cluster.folder / "unready"
+    file.touch()
+    script = c.folder / "script.py"
+    script.write_text(Path(WORKER).read_text())
+    d.agents["n1"] = d.start("n1")
+    size = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5")
+    d.submit("job", *size, str(script), "elastic", f"slow:{file}")
+    c.wait_for_round(0, workers=1)
+    d.agents["n2"] = d.start("n2")
+    wait_for(c, StandbyState.STARTING)
+    (first,) = c.wait_until("it runs", d.agents["n2"].workers)
+    d.kill("n2")
+    script.write_text(f"{script.read_text()}# another\n")
+    d.come_back("n2")
+    reports = c.wait_for_round(1, workers=2)
+    assert not alive(first)
+    assert first not in pids(reports)
+
+
 @pytest.mark.parametrize("how", ["SIGTERM", "drain", "success"])
 def test_standbys_end_with_their_node(c: Cluster, how: str) -> None:
     _, n2 = spare(c)

@@ -62,10 +62,12 @@ class Standbys:
     def _ask(self, script: str) -> None:
         part = self._runner.part
         part.script = self._runner.world.script_of(part)
-        if part.script != script:
-            self._settle(Standby(why="the job runs another version of it"))
-            return
         self._asked = True
+        if part.script != script:
+            # Another agent may have started some.
+            self._runner.parking.parked = {}
+            self._stop("the job runs another version of it")
+            return
         self._later(START_WITHIN_S * 1_000, partial(self._stop, "they have not reached it"))
         self._start(script)
 
@@ -148,10 +150,12 @@ class Standbys:
 
     def cancel_start(self) -> None:
         """Let no round wait any more: it is over. Standbys are not used for another one."""
-        part = self._runner.part
-        if self._waits is not None and part.state.standby.state is StandbyState.READY:
+        state = self._runner.part.state.standby.state
+        if self._waits is not None and state is StandbyState.READY:
             self._runner.parking.parked = {}
             self._runner.tell(events.KeptGone())
+        elif self._waits is not None and state is StandbyState.COLD:
+            self.killed()  # They are older than the script, and are being ended.
         self._waits = None
 
     # -------------------------------------------------------------- the runner

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rdzv.agent.core import events
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner.requests import STANDBY, KeepSpec, StopWorkers
+from rdzv.agent.runner.requests import STANDBY, EndKept, KeepSpec, StopWorkers
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.agent.system.side_thread import in_time
 from rdzv.core.model import KeptWorker, Standby, StandbyState
@@ -93,6 +93,11 @@ class StandbyWorkers:
             run = job.decisions.state.run
             self._outputs, workers = await job.workers.open_standby(run, script)
         except (InvalidRequestError, OSError) as error:
+            # Another agent may have started some, with the script as it was then.
+            self._asked = True
+            job.runner.ask(EndKept(job.launch.job.failure_stop_timeout_ms))
+            self._stop(str(error))
+            await self._over.wait()
             self._note_cold(str(error))
             return
         self._asked, self._memory_kills = True, count_memory_kills()
