@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+# For what takes minutes: says what pip is doing.
+PROGRESS := $(PYTHON) deploy/pip_progress.py
 READY := $(VENV)/.ready
 PROTO_VENV := .venv-proto
 PROTO_BIN := $(PROTO_VENV)/bin
@@ -33,8 +35,8 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "rdzv needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (torch among others; minutes on a fresh machine) ..."
-	@$(PIP) install --quiet --editable '.[dev]'
+	@echo "installing into $(VENV): torch among others, 1.7 GB, one to four minutes"
+	@$(PROGRESS) $(PIP) install --progress-bar off --editable '.[dev]'
 	@touch $@
 
 .PHONY: demo
@@ -67,7 +69,7 @@ FRAMEWORKS := build/frameworks
 
 $(FRAMEWORKS)/.ready: $(READY)
 	$(call environment-beside,$(FRAMEWORKS))
-	@$(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	@$(PROGRESS) $(FRAMEWORKS)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
 	  accelerate==1.15.0 transformers==5.23.0 lightning==2.6.6 submitit==1.5.4
 	@touch $@
 
@@ -82,7 +84,8 @@ CURRENT_TESTS := tests/conformance/test_conformance.py tests/unit/worker tests/u
 $(CURRENT)/.ready: $(READY)
 	$(call environment-beside,$(CURRENT))
 	@ln -s ../../../$(BIN)/py-spy $(CURRENT)/bin/py-spy
-	@$(CURRENT)/bin/python -m pip --disable-pip-version-check install --quiet torch==$(TORCH_CURRENT) --editable .
+	@$(PROGRESS) $(CURRENT)/bin/python -m pip --disable-pip-version-check install --progress-bar off \
+	  torch==$(TORCH_CURRENT) --editable .
 	@touch $@
 
 .PHONY: torch-current
