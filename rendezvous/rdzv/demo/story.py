@@ -52,7 +52,8 @@ def play(python: str, *, keep: bool) -> None:
         demo = Demo(folder, python)
         try:
             demo.play()
-            demo.show_costs()
+            rows = ("From each event until all workers were training", *demo.costs)
+            print("", *rows, "", sep="\n", flush=True)
             demo.say("the demo has passed")
             if keep:
                 demo.stay()
@@ -85,8 +86,8 @@ class Demo:
         self.environ = environment(python)
         self.began_s = time.monotonic()
         self.speaks_s = self.began_s
-        self.costs: dict[str, float] = {}
-        """The seconds from each failure that the demo causes until all workers trained again."""
+        self.costs: list[str] = []
+        """How long it took from each of the demo's deeds until all workers were training."""
         self.deed = ""
         self.nodes: dict[str, DemoProgram] = {}
         self.server: DemoProgram | None = None
@@ -115,7 +116,7 @@ class Demo:
         self.await_training(2, 1, killed_s, "n1 continued without n2", "no restart is spent")
         self.await_epochs(2)
 
-        came_s = self.do("", "n2 comes back")
+        came_s = self.do("the node is back", "n2 comes back")
         self.start_node("n2")
         self.await_training(4, 1, came_s, "n2 was taken in again", "n1 trained until then")
         self.await_epochs(2)
@@ -143,7 +144,7 @@ class Demo:
         return DemoProgram(name, command, self.environ, self.folder / f"{name}.log")
 
     def do(self, deed: str, text: str) -> float:
-        """Print the next action, and return the time; `deed` names it if it is a failure."""
+        """Print the next action, which `deed` names, and return the time."""
         self.deed = deed
         self.say(text)
         return time.monotonic()
@@ -156,7 +157,7 @@ class Demo:
         start = self.await_line(self.nodes["n1"], pattern, awaited)[1]
         took_s = time.monotonic() - since_s
         if self.deed:
-            self.costs[self.deed] = took_s
+            self.costs.append(f"  {self.deed:20}{took_s:6.1f} s   {cost}")
         took = f"{what} after {took_s:.1f} s, {start}"
         self.say(f"  {took}; {cost}" if cost else f"  {took}")
         status = self.status()
@@ -240,12 +241,6 @@ class Demo:
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began_s:5.1f} s] {text}", flush=True)
         self.speaks_s = time.monotonic() + SILENT_S
-
-    def show_costs(self) -> None:
-        print("\nFrom each failure until all workers trained again")
-        for deed, took_s in self.costs.items():
-            print(f"  {deed:20}{took_s:6.1f} s")
-        print(flush=True)
 
     def stay(self) -> None:
         over = threading.Event()
