@@ -155,7 +155,9 @@ STORIES = {
         after="rdzvctl status night",
         shows=("night  queued", "needs 2 nodes with gpu=h100"),
     ),
-    "workers-that-stay.md": Story(shows=("training finished",)),
+    "workers-that-stay.md": Story(
+        changed=((" --epochs 60 --step-seconds 0.05", ""),), shows=("training finished",)
+    ),
     "warm.md": Story(
         changed=(("=8", "=2"), (r"train\.py", "train.py > log.txt; rm snapshot.pt; cat log.txt")),
         left_out=(("rdzvrun --warm=torch,transformers", FRAGMENT),),

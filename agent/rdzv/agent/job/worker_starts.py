@@ -149,8 +149,8 @@ class LocalStarts:
         if new := sorted(self._how.keys() - kept):
             alike: dict[str, list[int]] = {}
             for rank in new:
-                # If none is kept, why each is new says no more than the end of the last round did.
-                why = self._why(rank) if kept else ""
+                # If none is kept, it says no more than the end of the last round did.
+                why = self._why_new.get(rank) if kept else ""
                 alike.setdefault(self._how[rank] + (f": {why}" if why else ""), []).append(rank)
             each = "; ".join(f"local_rank {ranges(alike[how])} {how}" for how in alike)
             parts.append(f"{counted(len(new), 'worker')} new ({each})")
