@@ -138,7 +138,7 @@ def _standalone(options: Namespace) -> Meeting:
             "leave one of them out"
         )
     rdzv_id = options.rdzv_id or f"standalone-{uuid.uuid4().hex[:8]}"
-    return Meeting((), rdzv_id, why="one node, with a server of its own")
+    return Meeting((), rdzv_id, why="one node with its own server")
 
 
 def _standing(options: Namespace) -> Meeting:
