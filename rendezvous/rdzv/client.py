@@ -147,19 +147,19 @@ class ControlClient:
         While no server responds, try the known servers in turn, and raise an error once none has
         responded for a while. `silent` is called with the reason once for each such outage.
         """
-        told = False
+        has_warned = False
 
         def lost(error: RendezvousError, waits: bool) -> None:
-            nonlocal told
-            if waits and silent is not None and not told:
+            nonlocal has_warned
+            if waits and silent is not None and not has_warned:
                 silent(error)
-            told = told or waits
+            has_warned = has_warned or waits
 
         retried = (RendezvousConnectionError, LimitExceededError)
         request = _request("WatchJob", rdzv_id=rdzv_id)
         with closing(self._stream("WatchJob", request, retried, lost)) as statuses:
             for status in statuses:
-                told = False
+                has_warned = False
                 yield read(JobStatus, status)
 
     def _stream(

@@ -107,8 +107,8 @@ def _field(content: Field[Any]) -> Any:
 
 def _repr_without(hidden: Sequence[str]) -> Callable[[Struct], str]:
     def shown(one: Struct) -> str:
-        told = (name for name in one.__struct_fields__ if name not in hidden)
-        fields = (f"{name}={getattr(one, name)!r}" for name in told)
+        names = (name for name in one.__struct_fields__ if name not in hidden)
+        fields = (f"{name}={getattr(one, name)!r}" for name in names)
         return f"{type(one).__qualname__}({', '.join(fields)})"
 
     return shown

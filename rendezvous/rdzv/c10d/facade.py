@@ -224,7 +224,7 @@ class _StoreServer:
     async def _wait_until_ready(self, python: str) -> None:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                said = await self._hear()
+                line = await self._hear()
         except TimeoutError:
             raise RendezvousError(
                 f"torch's store was not ready within {READY_TIMEOUT_S:g} s; is {python} stuck?"
@@ -237,8 +237,8 @@ class _StoreServer:
                     "--c10d-python"
                 ) from None
             raise RendezvousError(f"torch's store cannot be served: its process {error}") from None
-        if said != b"ready\n":
-            raise RendezvousError(f"{python} did not serve torch's store: {said!r}")
+        if line != b"ready\n":
+            raise RendezvousError(f"{python} did not serve torch's store: {line!r}")
 
     async def ask(self) -> Answer:
         """Ask for changes."""

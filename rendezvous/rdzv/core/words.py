@@ -76,6 +76,6 @@ def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
+    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:most]]
     more = sum(map(len, runs[most:]))
-    return ",".join(told) + (f" and {more} more" if more else "")
+    return ",".join(parts) + (f" and {more} more" if more else "")

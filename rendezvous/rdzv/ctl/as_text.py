@@ -181,18 +181,18 @@ def _restarts(job: JobStatus) -> Text:
 
 
 def budgets(job: JobStatus) -> str:
-    has, said = job.budgets, []
+    has, parts = job.budgets, []
     if has is None:
         return ""
     if has.preemptions or has.max_preemptions is not None:
-        said.append(f"preemptions {_of(has.preemptions, has.max_preemptions)}")
+        parts.append(f"preemptions {_of(has.preemptions, has.max_preemptions)}")
     if has.store_failures or has.max_store_failures is not None:
-        said.append(f"store failures {_of(has.store_failures, has.max_store_failures)}")
+        parts.append(f"store failures {_of(has.store_failures, has.max_store_failures)}")
     if has.restarts_in_vain or has.no_progress_restarts:
         step = "" if has.furthest_step is None else f", furthest step {has.furthest_step}"
         vain = _of(has.restarts_in_vain, has.no_progress_restarts or None)
-        said.append(f"restarts without progress {vain}{step}")
-    return "; ".join(said)
+        parts.append(f"restarts without progress {vain}{step}")
+    return "; ".join(parts)
 
 
 def _of(spent: int, most: int | None) -> str:
@@ -211,8 +211,8 @@ def workers(job: JobStatus) -> str:
     new = {"hot": job.hot, "warm": job.warm, "cold": job.cold}
     if kept and job.warm is None and job.world_size is not None:
         new = {"new": job.world_size - job.kept}
-    said = [kept] * bool(kept) + [f"{number} {how}" for how, number in new.items() if number]
-    return _of_round(", ".join(said), job) if said else ""
+    parts = [kept] * bool(kept) + [f"{number} {how}" for how, number in new.items() if number]
+    return _of_round(", ".join(parts), job) if parts else ""
 
 
 def _master(job: JobStatus) -> str:
@@ -366,8 +366,8 @@ def _node_steps(node: NodeStatus, job: JobStatus, by_rank: Mapping[int, RankProg
         return ""
     ranks = range(node.rank_first, node.rank_first + (node.local_world_size or 1))
     # Search the reports, not the RANKs, because a server may claim any number of workers.
-    said = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
-    return _steps(said, job) if said else UNKNOWN
+    reports = [one for rank, one in sorted(by_rank.items()) if rank in ranks]
+    return _steps(reports, job) if reports else UNKNOWN
 
 
 # ---------------------------------------------------------------------------------- its submission

@@ -142,12 +142,12 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], page: Page) ->
 
 
 def notes(found: Ledger) -> list[str]:
-    told = []
+    lines = []
     if not found.steps_reported and found.phases[LedgerPhase.TRAINING]:
-        told.append(NO_STEPS)
+        lines.append(NO_STEPS)
     if found.run_number is None:
-        told.append(FORGOTTEN)
-    return told
+        lines.append(FORGOTTEN)
+    return lines
 
 
 def _section(title: str, lines: Iterable[str], page: Page) -> list[str]:

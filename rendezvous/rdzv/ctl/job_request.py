@@ -334,7 +334,7 @@ def _name_for(script: str, args: argparse.Namespace) -> str:
     return f"{stem}-{secrets.token_hex(2)}"
 
 
-def _working_directory(said: str) -> str:
+def _working_directory(given: str) -> str:
     """Return the caller's directory as named by the shell, or an empty string if it is gone.
 
     That name may contain links, and may be valid on nodes where the resolved path is not.
@@ -344,10 +344,10 @@ def _working_directory(said: str) -> str:
     except OSError:
         return ""
     try:
-        same = said.startswith("/") and Path(said).samefile(here)
+        same = given.startswith("/") and Path(given).samefile(here)
     except OSError:
         same = False
-    return said if same else here
+    return given if same else here
 
 
 def _chdir(given: str | None, directory: str) -> str:

@@ -79,7 +79,7 @@ def _until(look: Callable[[], T | str], say: Callable[[str], None]) -> T:
 
     Keeps waiting while the server is away. Calls `say` whenever the reason changes.
     """
-    told = ""
+    shown = ""
     while True:
         try:
             found = look()
@@ -87,9 +87,9 @@ def _until(look: Callable[[], T | str], say: Callable[[str], None]) -> T:
             found = f"waiting for the server: {error}"
         if not isinstance(found, str):
             return found
-        if found != told:
+        if found != shown:
             say(harmless(found))
-            told = found
+            shown = found
         time.sleep(LOOK_EVERY_S)
 
 

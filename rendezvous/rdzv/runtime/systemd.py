@@ -98,7 +98,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
     command = ["systemctl", *(["--user"] if of_user else []), "list-jobs"]
     command += ["--full", "--plain", "--no-legend", "--no-pager"]
     try:
-        said = subprocess.run(
+        listed = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -111,7 +111,7 @@ def queued_job(cgroups: Path = Path("/proc/self/cgroup")) -> str:
         reason = str(getattr(error, "stderr", "") or error).strip()
         log.warning("cannot get the queued systemd job for %s: %s", unit, reason)
         return ""
-    return job_of(unit, said.stdout.splitlines())
+    return job_of(unit, listed.stdout.splitlines())
 
 
 def unit_of(cgroups: str) -> tuple[str, bool]:

@@ -193,11 +193,11 @@ def reaches_etcd_by_tls(file: Path | None, given: dict[str, Any]) -> bool:
     Connections to etcd use the same cipher suites, and many etcd servers speak only TLS 1.2. This
     must run before gRPC is imported, and reading the whole configuration would import it.
     """
-    said: Any = None
+    table: Any = None
     # Errors in the file are reported later, by the code that reads all of it.
     with suppress(OSError, ValueError):
-        said = tomllib.loads((file or DEFAULT_FILE).read_text(encoding="utf-8")).get("etcd")
-    etcd = said if isinstance(said, dict) else {}
+        table = tomllib.loads((file or DEFAULT_FILE).read_text(encoding="utf-8")).get("etcd")
+    etcd = table if isinstance(table, dict) else {}
     if any(given.get(f"etcd_{name}") or etcd.get(name) for name in ("ca", "cert")):
         return True
     return "https://" in f"{given.get('etcd_endpoints')} {etcd.get('endpoints')}"

@@ -189,8 +189,8 @@ def belief_of(message: pb.Belief, speaker: Speaker, now_ms: int) -> Belief:
     if phase == pb.Belief.SUCCEEDED:
         commands.append(Succeed(speaker.node_id, speaker.incarnation, run, round_))
     elif message.failures:
-        said = pb.Failed(run=run, round=round_, failures=message.failures)
-        commands.append(_spoken(Fail, said, speaker, now_ms))
+        reported = pb.Failed(run=run, round=round_, failures=message.failures)
+        commands.append(_spoken(Fail, reported, speaker, now_ms))
     return Belief(rdzv_id, run, round_, has_workers=True, commands=tuple(commands))
 
 
@@ -204,20 +204,21 @@ def _recovery_report(message: pb.Assignment, join: Join, now_ms: int) -> Recover
     """
     kept = tuple(sorted(set(message.kept)))
     try:
-        told = read(Assignment, message, checked=True, now_ms=now_ms, kept=kept)
+        assignment = read(Assignment, message, checked=True, now_ms=now_ms, kept=kept)
     except InvalidRequestError:
         return None
-    nodes, workers = told.group_world_size, join.offer.local_world_size
+    nodes, workers = assignment.group_world_size, join.offer.local_world_size
     most = nodes * LOCAL_WORLD_SIZE
     fits = (
-        told.group_rank < nodes <= told.world_size <= most
-        and max(told.rank_first, told.role_rank_first, told.role_world_size) <= most
-        and (told.source or 0) < told.world_size
-        and told.snapshot_loads <= told.round + 1
-        and max(told.origin, told.lineage) <= told.round
-        and max(told.kept, default=0) < workers
+        assignment.group_rank < nodes <= assignment.world_size <= most
+        and max(assignment.rank_first, assignment.role_rank_first, assignment.role_world_size)
+        <= most
+        and (assignment.source or 0) < assignment.world_size
+        and assignment.snapshot_loads <= assignment.round + 1
+        and max(assignment.origin, assignment.lineage) <= assignment.round
+        and max(assignment.kept, default=0) < workers
     )
-    return RecoveryReport(told, join.settings, join.offer) if fits else None
+    return RecoveryReport(assignment, join.settings, join.offer) if fits else None
 
 
 def away_ms_of(message: pb.Away) -> int:
@@ -250,8 +251,8 @@ _ARRIVALS = 1 << 17
 
 
 def _check_arrivals(groups: Sequence[GroupArrivals]) -> None:
-    told = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
-    bounds.within("entered_us", told, 0, _ARRIVALS)
+    entered = sum(len(rank.entered_us) for group in groups for rank in group.ranks)
+    bounds.within("entered_us", entered, 0, _ARRIVALS)
     for group in groups:
         for rank in group.ranks:
             if len(rank.entered_us) != len(group.sequences):
@@ -265,18 +266,20 @@ _BODIES = bodies(pb.ServerMessage, Announcement)
 
 
 def server_message(
-    told: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
+    announcements: Sequence[Announcement], leadership: int, server_version: str, now_ms: int
 ) -> pb.ServerMessage:
     message = pb.ServerMessage(leadership=leadership)
-    _tell(message, told[0], server_version, now_ms)
-    for other in told[1:]:
+    _tell(message, announcements[0], server_version, now_ms)
+    for other in announcements[1:]:
         _tell(message.more.add(), other, server_version, now_ms)
     return message
 
 
-def _tell(message: pb.ServerMessage, told: Announcement, server_version: str, now_ms: int) -> None:
-    body = getattr(message, _BODIES[type(told)])
+def _tell(
+    message: pb.ServerMessage, announcement: Announcement, server_version: str, now_ms: int
+) -> None:
+    body = getattr(message, _BODIES[type(announcement)])
     body.SetInParent()
-    write(body, told, now_ms)
-    if isinstance(told, Welcome):
+    write(body, announcement, now_ms)
+    if isinstance(announcement, Welcome):
         body.protocol_version, body.server_version = PROTOCOL_VERSION, server_version

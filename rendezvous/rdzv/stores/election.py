@@ -401,8 +401,8 @@ class _News:
         self._changed = asyncio.Event()
 
     def tell(self) -> None:
-        told, self._changed = self._changed, asyncio.Event()
-        told.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():

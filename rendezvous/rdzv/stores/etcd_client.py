@@ -145,28 +145,28 @@ class _FailedError(Exception):
 
 
 def mistake(config: EtcdConfig, error: EtcdRefusedError) -> str:
-    said = error.said
-    if "authentication failed" in said:
+    details = error.said
+    if "authentication failed" in details:
         return (
             f"{config.place}: user {config.user!r} or its password is refused; give those of "
             "an etcd user (etcdctl user list)"
         )
-    if "authentication is not enabled" in said:
+    if "authentication is not enabled" in details:
         return (
             f"{config.place}: user {config.user!r} cannot be checked: authentication is not "
             "enabled there; leave out user and password, or enable it (etcdctl auth enable)"
         )
     # If the client has a certificate, etcd reports that a user without a name has no access.
-    if "user name is empty" in said or ("permission denied" in said and not config.user):
+    if "user name is empty" in details or ("permission denied" in details and not config.user):
         return f"{config.place}: a user is asked for and none is given; give user and password"
-    if "permission denied" in said:
+    if "permission denied" in details:
         return (
             f"{config.place}: user {config.user!r} may not read it; give its role "
             f"`readwrite --prefix {config.prefix}/` (etcdctl role grant-permission)"
         )
     if error.status is grpc.StatusCode.UNIMPLEMENTED:
         return f"{config.place}: what listens there is no etcd v3; check the endpoints"
-    return f"{config.place}: {said}"
+    return f"{config.place}: {details}"
 
 
 # ------------------------------------------------------------------------------------ the client
@@ -429,11 +429,11 @@ class EtcdClient:
 
     def _judged(self, error: grpc.RpcError) -> Exception:
         assert isinstance(error, grpc.Call)
-        said, status = error.details() or "", error.code()
-        by_etcd = said.startswith("etcdserver: ") or status is grpc.StatusCode.UNIMPLEMENTED
+        details, status = error.details() or "", error.code()
+        by_etcd = details.startswith("etcdserver: ") or status is grpc.StatusCode.UNIMPLEMENTED
         if by_etcd and status in _DEFINITE:
-            text = f"{self.config.place}: {said}; nothing was written"
-            return EtcdRefusedError(text, status, said)
+            text = f"{self.config.place}: {details}; nothing was written"
+            return EtcdRefusedError(text, status, details)
         return _FailedError(error)
 
     def _silent(self, index: int) -> str:

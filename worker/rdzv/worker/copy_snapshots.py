@@ -327,9 +327,9 @@ def fetch(
         piece = memory[begin : min(begin + PIECE_BYTES, size)]
         receive(sock, piece, until)
         digest.update(piece)
-    seal, said = received(sock, SEAL_BYTES, until), received(sock, 32, until)
+    seal, theirs = received(sock, SEAL_BYTES, until), received(sock, 32, until)
     digest.update(seal)
-    if not hmac.compare_digest(digest.digest(), said):
+    if not hmac.compare_digest(digest.digest(), theirs):
         raise CopyError(f"{what} was damaged on the way")
     if seal == bytes(SEAL_BYTES):
         raise CopyError(f"{what} was overwritten while it was being sent")

@@ -370,8 +370,8 @@ class Link:
             self._queue.close()
 
 
-def _mark(said: Mapping[str, Any] | None) -> Mark:
-    return NO_MARK if said is None else Mark(**said)
+def _mark(fields: Mapping[str, Any] | None) -> Mark:
+    return NO_MARK if fields is None else Mark(**fields)
 
 
 _links: list[Link] = []

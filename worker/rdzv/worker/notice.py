@@ -95,9 +95,9 @@ def should_stop(every: int = 1) -> bool:
     if (calls + 1) % every:
         return False
     device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.device("cuda")
-    told = torch.tensor([int(given)], dtype=torch.int32, device=device)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
+    any_given = torch.tensor([int(given)], dtype=torch.int32, device=device)
+    dist.all_reduce(any_given, op=dist.ReduceOp.MAX)
+    return bool(any_given.item())
 
 
 def exit_if_leaving() -> None:

@@ -99,7 +99,7 @@ class WholeStep:
         """Whether one of `header.shards` equal shares of the files is undamaged."""
         mine = sorted(self.files.items())[header.shard :: header.shards]
         try:
-            return all(_digest(self.folder / name, size) == said for name, (size, said) in mine)
+            return all(_digest(self.folder / name, size) == wanted for name, (size, wanted) in mine)
         except OSError:
             return False
 
@@ -134,13 +134,13 @@ def whole_steps(folder: Path, say: Callable[[str], object] | None = None) -> lis
 
 def whole_step(folder: Path) -> WholeStep:
     """Read a step's manifest. Raises `FileNotFoundError` if it is not whole."""
-    said = json.loads((folder / _MANIFEST).read_text())
-    if said["format"] != FORMAT:
-        raise ValueError(f"format {said['format']} is not {FORMAT}, which this version reads")
-    common = {name: said[name] for name in _COMMON}
-    header = Header(shard=0, rank=0, lineage=int(said["written_ms"]), **common)
-    files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
-    return WholeStep(folder, str(said["run"]), header, bool(said["ranks_differ"]), files)
+    manifest = json.loads((folder / _MANIFEST).read_text())
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"format {manifest['format']} is not {FORMAT}, which this version reads")
+    common = {name: manifest[name] for name in _COMMON}
+    header = Header(shard=0, rank=0, lineage=int(manifest["written_ms"]), **common)
+    files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    return WholeStep(folder, str(manifest["run"]), header, bool(manifest["ranks_differ"]), files)
 
 
 class StepWriter:
@@ -195,7 +195,7 @@ class StepWriter:
         size = metadata.stat().st_size
         files = {_METADATA: (size, _digest(metadata, size))}
         files |= {part.name: found for part, found in zip(parts, zip(sizes, digests))}
-        said = {
+        contents = {
             "format": FORMAT,
             "run": self._run,
             "written_ms": time.time_ns() // 1_000_000,
@@ -204,7 +204,7 @@ class StepWriter:
             "files": files,
         }
         with _set_aside(manifest) as file:
-            file.write_text(json.dumps(said, indent=1))
+            file.write_text(json.dumps(contents, indent=1))
         _sync(self.all_steps)
 
 

@@ -171,8 +171,8 @@ class Verifying:
         if sealing.has_begun:
             self._clear_redone()
         published = entries if round_.rank == reference else {}
-        said = exchange(store, round_, f"replicas {step}", [platform.node(), published])
-        hosts = [host for host, _ in said]
+        published_by = exchange(store, round_, f"replicas {step}", [platform.node(), published])
+        hosts = [host for host, _ in published_by]
         nobody = self._why_nobody(most, others, hosts)
         if not nobody:
             self._last_odd = [odd[0], hosts[odd[0]], step]
@@ -182,7 +182,9 @@ class Verifying:
         )
         if round_.rank not in odd:
             self._leave_round(f"replica digest: after step {step}, the state of {where}")
-        differing = [name for name, one in entries.items() if said[reference][1].get(name) != one]
+        differing = [
+            name for name, one in entries.items() if published_by[reference][1].get(name) != one
+        ]
         cause = nobody or "A bit was changed there, or computed wrongly"
         raise (ReplicasDifferError if nobody else OddReplicaError)(
             f"replica digest: after step {step}, {_listed(differing) or 'a digest'} of {where}; "

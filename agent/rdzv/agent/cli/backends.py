@@ -181,8 +181,8 @@ def _c10d(options: Namespace) -> Meeting:
 
 
 def _hosts(options: Namespace, host: str) -> bool:
-    said: bool | None = options.rdzv_conf["is_host"]
-    return owns(host) if said is None else said
+    is_host: bool | None = options.rdzv_conf["is_host"]
+    return owns(host) if is_host is None else is_host
 
 
 def _host_at_any_port(endpoint: str) -> str | None:

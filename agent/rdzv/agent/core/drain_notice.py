@@ -108,7 +108,7 @@ def notice_due_ms(state: AgentState) -> int | None:
 def _end_late_workers(work: Work, notice: DrainNotice) -> None:
     """End workers that have not exited in time, at once if they have already received SIGTERM."""
     job = work.state.job
-    told = job.notice_signum == _SIGTERM
+    got_sigterm = job.notice_signum == _SIGTERM
     reason = f"{notice.reason}; its workers had not exited by the deadline"
     leaving = replace(notice.leaving, reason=reason)
-    leave(work, leaving, 0 if told else job.failure_stop_timeout_ms, signum=None)
+    leave(work, leaving, 0 if got_sigterm else job.failure_stop_timeout_ms, signum=None)

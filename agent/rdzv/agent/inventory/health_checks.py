@@ -103,11 +103,11 @@ class Command(NodeCheck):
     environ: Mapping[str, str] = field(default_factory=dict)
 
     async def look(self, unused_gpus: frozenset[str]) -> str:
-        said = bytearray()
+        output = bytearray()
 
         def hear(data: bytes) -> None:
-            said.extend(data)
-            del said[:-SAID_BYTES]
+            output.extend(data)
+            del output[:-SAID_BYTES]
 
         env = {**self.environ, "RDZV_UNUSED_GPUS": ",".join(sorted(unused_gpus))}
         try:
@@ -119,17 +119,17 @@ class Command(NodeCheck):
                 self.args, hear, self.timeout_s, stderr=asyncio.subprocess.STDOUT, env=env
             )
         except TimeoutError:
-            return f"did not end within {self.timeout_s:g} s{_last_line(said)}"
+            return f"did not end within {self.timeout_s:g} s{_last_line(output)}"
         except OSError as error:
             return f"cannot be started: {error.strerror or error}"
         if code == 0:
             return ""
         how = f"ended by signal {-code}" if code < 0 else f"exited {code}"
-        return f"{how}{_last_line(said)}"
+        return f"{how}{_last_line(output)}"
 
 
-def _last_line(said: bytearray) -> str:
-    lines = said.decode(errors="replace").split("\n")
+def _last_line(output: bytearray) -> str:
+    lines = output.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return f": {last[:SAID_CHARS]}" if last else ""
 

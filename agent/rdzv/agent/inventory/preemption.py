@@ -98,7 +98,7 @@ class _Watching:
     # ------------------------------------------------------------------ the command
 
     async def command(self, command: Sequence[str]) -> None:
-        loop, wait_s, told = asyncio.get_running_loop(), BACKOFF_FIRST_S, ""
+        loop, wait_s, logged = asyncio.get_running_loop(), BACKOFF_FIRST_S, ""
         while True:
             began_s = loop.time()
             try:
@@ -112,10 +112,10 @@ class _Watching:
                 why = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
             if loop.time() - began_s >= STEADY_S:
                 wait_s = BACKOFF_FIRST_S
-            level = logging.DEBUG if why == told else logging.WARNING
+            level = logging.DEBUG if why == logged else logging.WARNING
             text = "`preemption.command` (%s) %s; restarting it in %g s"
             log.log(level, text, command[0], why, wait_s)
-            told = why
+            logged = why
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, BACKOFF_MAX_S)
 

@@ -461,9 +461,9 @@ def _fork_all(
     os.close(write_end)
     _, status = os.waitpid(middle, 0)
     # Everything it wrote fits into the pipe and is there, so this does not wait for the forks.
-    said = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
+    packed = os.read(read_end, 4 * len(links)) if os.WIFEXITED(status) else b""
     os.close(read_end)
-    pids = list(struct.unpack(f"{len(said) // 4}i", said))
+    pids = list(struct.unpack(f"{len(packed) // 4}i", packed))
     if len(pids) == len(links):
         return {"pids": pids, "reason": ""}, -1
     return {"pids": pids, "reason": f"fork: {_describe(status)}"}, -1

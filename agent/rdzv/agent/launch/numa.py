@@ -359,7 +359,7 @@ async def ask_cuda(
 ) -> tuple[tuple[str, ...], str]:
     try:
         with started_as(account) as how:
-            code, said, complaint = await agent_children.ask_spared(
+            code, output, complaint = await agent_children.ask_spared(
                 # Isolated by -I and -S, because PYTHONPATH and the like belong to the job.
                 *(sys.executable, "-I", "-S", str(_CUDA), library),
                 timeout_s=timeout_s,
@@ -370,11 +370,11 @@ async def ask_cuda(
         raise _cuda_failed(f"does not list its GPUs within {timeout_s:g} s") from None
     except OSError as error:
         raise _cuda_failed(f"cannot be queried ({error})") from error
-    if code or not said:
+    if code or not output:
         last = complaint.decode(errors="replace").strip().rpartition("\n")[2]
         ended = describe_exit(None, -code) if code < 0 else last or describe_exit(code, None)
         raise _cuda_failed(f"fails: {ended}")
-    answer = json.loads(said.splitlines()[-1])  # Preloaded code may have printed something first.
+    answer = json.loads(output.splitlines()[-1])  # Preloaded code may have printed something first.
     if answer["failure"]:
         raise _cuda_failed(f"fails: {answer['failure']}")
     return tuple(answer["gpus"]), answer["why_none"]

@@ -109,8 +109,8 @@ def arrivals(
         if len(new) < 2:
             continue
         reported[name] = new[-2]
-        told = [n for n in chosen(new[0], new[-2], most) if n in common and n + 1 in common]
-        sequences = tuple(sorted({*told, *(n + 1 for n in told)}))
+        firsts = [n for n in chosen(new[0], new[-2], most) if n in common and n + 1 in common]
+        sequences = tuple(sorted({*firsts, *(n + 1 for n in firsts)}))
         if sequences:
             found.append(_group(name, of, sequences, (new[0], new[-1]), clock))
     return found

@@ -248,8 +248,8 @@ async def _look(
     note = ""
     for way in ways:
         try:
-            said = await _run(py_spy, target.pid, way, timeout_s, rights)
-            threads = parse_dump(said, target.pid)
+            dump = await _run(py_spy, target.pid, way, timeout_s, rights)
+            threads = parse_dump(dump, target.pid)
         except (OSError, ValueError, TimeoutError) as error:
             note = note or _why_not(target.pid, str(error))
             if way == ():
@@ -295,8 +295,8 @@ def _complaint(text: bytes) -> str:
     >>> _complaint(b"Error: No stacks\n\nCaused by:\n  0: Refused\n  1: EPERM\n\nStack backtrace:")
     'No stacks: Refused: EPERM'
     """
-    told = text.decode(errors="replace").partition("Stack backtrace:")[0]
-    lines = (line.strip() for line in told.splitlines())
+    message = text.decode(errors="replace").partition("Stack backtrace:")[0]
+    lines = (line.strip() for line in message.splitlines())
     parts = [line for line in lines if line and not line.startswith(("Caused by", "Reason"))]
     return ": ".join(part.removeprefix("Error: ").lstrip("0123456789: ") for part in parts)
 
@@ -332,22 +332,22 @@ def _ptrace_scope() -> int:
 def parse_dump(text: bytes, pid: int) -> tuple[ThreadStack, ...]:
     """Parse the output of `py-spy dump --json`, main thread first; long stacks are truncated."""
     try:
-        said = json.loads(text)
-        main = _main_thread(said, pid)
-        found = [_thread(one, main=one is main) for one in said]
+        dumped = json.loads(text)
+        main = _main_thread(dumped, pid)
+        found = [_thread(one, main=one is main) for one in dumped]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"cannot read py-spy's output ({error!r})") from error
     found.sort(key=lambda thread: not thread.main)
     return _bounded(found[:MAX_THREADS])
 
 
-def _main_thread(said: list[Any], pid: int) -> Any:
+def _main_thread(dumped: list[Any], pid: int) -> Any:
     """Return Python's main thread, or the first thread if none is marked as such."""
-    if not said:
+    if not dumped:
         raise ValueError("py-spy finds no Python thread in it")
-    by_id = (one for one in said if one.get("os_thread_id") == pid)
-    by_name = (one for one in said if one.get("thread_name") == "MainThread")
-    return next(by_id, None) or next(by_name, said[0])
+    by_id = (one for one in dumped if one.get("os_thread_id") == pid)
+    by_name = (one for one in dumped if one.get("thread_name") == "MainThread")
+    return next(by_id, None) or next(by_name, dumped[0])
 
 
 def _bounded(threads: Sequence[ThreadStack]) -> tuple[ThreadStack, ...]:
@@ -359,18 +359,18 @@ def _bounded(threads: Sequence[ThreadStack]) -> tuple[ThreadStack, ...]:
     return tuple(kept)
 
 
-def _thread(said: Any, *, main: bool) -> ThreadStack:
+def _thread(thread: Any, *, main: bool) -> ThreadStack:
     frames = tuple(
         StackFrame(
             name=str(frame["name"])[:MAX_NAME_CHARS],
             file=str(frame.get("filename") or "?")[-MAX_FILE_CHARS:],
             line=max(int(frame.get("line") or 0), 0) or None,
         )
-        for frame in said["frames"][:MAX_FRAMES]
+        for frame in thread["frames"][:MAX_FRAMES]
     )
     # Python does not name threads until `threading` is imported.
-    name = str(said.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
-    return ThreadStack(name, main, frames, bool(said.get("owns_gil")))
+    name = str(thread.get("thread_name") or ("MainThread" if main else ""))[:MAX_NAME_CHARS]
+    return ThreadStack(name, main, frames, bool(thread.get("owns_gil")))
 
 
 # ---------------------------------------------------------------------- /proc

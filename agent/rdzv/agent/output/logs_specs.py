@@ -59,15 +59,15 @@ class LogsSpecs:
     async def reify(self, round_: int, environs: Environs) -> RoundOutput:
         try:
             async with asyncio.timeout(REIFY_TIMEOUT_S):
-                told = await self._ask(round_, environs)
+                answer = await self._ask(round_, environs)
         except TimeoutError:
             reason = f"it has not answered within {REIFY_TIMEOUT_S:g} s"
             raise OSError(f"--logs-specs: {reason}") from None
-        if told is None or "failed" in told:
-            reason = "its process has ended" if told is None else told["failed"]
+        if answer is None or "failed" in answer:
+            reason = "its process has ended" if answer is None else answer["failed"]
             raise OSError(f"--logs-specs: {reason}")
         try:
-            return _round_output(told, self._local_world_size)
+            return _round_output(answer, self._local_world_size)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             # The class is the user's code, and so is everything else in its process.
             raise OSError(f"--logs-specs: its answer is invalid: {error!r}") from error
@@ -75,10 +75,10 @@ class LogsSpecs:
     async def _ask(self, round_: int, environs: Environs) -> Message | None:
         if (side := self._side) is None:
             return None
-        told = await side.ask({"round": round_, "envs": environs})
-        while told is not None and told.get("round") != round_:
-            told = await side.answer()  # That was for a request that was given up.
-        return told
+        answer = await side.ask({"round": round_, "envs": environs})
+        while answer is not None and answer.get("round") != round_:
+            answer = await side.answer()  # That was for a request that was given up.
+        return answer
 
     async def close(self) -> None:
         if self._side is not None:
@@ -94,33 +94,33 @@ def _streams(by_rank: Mapping[int, int], local_world_size: int) -> dict[int, int
     return dict(by_rank)
 
 
-def _round_output(told: Message, local_world_size: int) -> RoundOutput:
-    workers = (_worker_output(told, str(n)) for n in range(local_world_size))
+def _round_output(answer: Message, local_world_size: int) -> RoundOutput:
+    workers = (_worker_output(answer, str(n)) for n in range(local_world_size))
     # An empty file name is not passed on.
     filtered = {
-        OutputStream.OUT: Path(told["filtered_stdout"] or os.devnull),
-        OutputStream.ERR: Path(told["filtered_stderr"] or os.devnull),
+        OutputStream.OUT: Path(answer["filtered_stdout"] or os.devnull),
+        OutputStream.ERR: Path(answer["filtered_stderr"] or os.devnull),
     }
     return RoundOutput(tuple(workers), filtered)
 
 
-def _worker_output(told: Message, local_rank: str) -> WorkerOutput:
-    teed = {OutputStream.OUT: told["tee_stdouts"], OutputStream.ERR: told["tee_stderrs"]}
-    stdout, stderr = told["stdouts"].get(local_rank), told["stderrs"].get(local_rank)
+def _worker_output(answer: Message, local_rank: str) -> WorkerOutput:
+    teed = {OutputStream.OUT: answer["tee_stdouts"], OutputStream.ERR: answer["tee_stderrs"]}
+    stdout, stderr = answer["stdouts"].get(local_rank), answer["stderrs"].get(local_rank)
     return WorkerOutput(
         stdout=Path(stdout) if stdout else None,
         stderr=Path(stderr) if stderr else None,
-        error=Path(told["error_files"].get(local_rank) or NO_FILES),
+        error=Path(answer["error_files"].get(local_rank) or NO_FILES),
         teed={
             stream: Path(by_rank[local_rank])
             for stream, by_rank in teed.items()
             if Path(by_rank.get(local_rank, NO_FILES)) != NO_FILES
         },
-        environ=_environ(told["envs"][local_rank]),
+        environ=_environ(answer["envs"][local_rank]),
     )
 
 
-def _environ(told: Mapping[str, object]) -> dict[str, str]:
-    if not all(isinstance(value, str) for value in told.values()):
+def _environ(variables: Mapping[str, object]) -> dict[str, str]:
+    if not all(isinstance(value, str) for value in variables.values()):
         raise TypeError("a value of the environment is not a string")
-    return {name: str(value) for name, value in told.items()}
+    return {name: str(value) for name, value in variables.items()}

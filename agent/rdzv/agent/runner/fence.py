@@ -132,9 +132,9 @@ def guard(fd: int) -> None:
     while True:
         ready, _, _ = select.select([fd, alarm.fileno()], [], [])
         if fd in ready:
-            if not (said := os.read(fd, 512 * _TIME.size)):
+            if not (times := os.read(fd, 512 * _TIME.size)):
                 return
-            (at_ms,) = _TIME.unpack(said[-_TIME.size :])
+            (at_ms,) = _TIME.unpack(times[-_TIME.size :])
             alarm.set(at_ms + GUARD_LATE_MS if at_ms else None)
         else:
             alarm.set(None)
@@ -143,13 +143,13 @@ def guard(fd: int) -> None:
 
 def _kill_all(runner: int) -> None:
     until = time.monotonic() + _GUARD_KILLS_S
-    told = False
+    has_logged = False
     while time.monotonic() < until:
         with suppress(OSError):
             if not kill_below(runner, {os.getpid()}):
                 return
-            if not told:
-                told = True
+            if not has_logged:
+                has_logged = True
                 write_warning(
                     f"runner pid {runner} has not killed all at the fence; its guard does"
                 )

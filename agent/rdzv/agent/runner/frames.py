@@ -42,18 +42,18 @@ class RequestError(ValueError):
     """
 
 
-def decode(kind: type[T], said: object) -> T:
+def decode(kind: type[T], frame: object) -> T:
     """Return the value of a frame. A field with a default may be missing; others are ignored.
 
     Raises `RequestError` if a field is missing or has no such value.
     """
-    if not isinstance(said, dict):
-        raise RequestError(f"expected an object, got {said!r:.80}")
+    if not isinstance(frame, dict):
+        raise RequestError(f"expected an object, got {frame!r:.80}")
     values = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        if field.name in said:
+        if field.name in frame:
             try:
-                values[field.name] = _decoded(kind, str(field.type), said[field.name])
+                values[field.name] = _decoded(kind, str(field.type), frame[field.name])
             except RequestError as error:
                 raise RequestError(f"{field.name}: {error}") from error
     try:

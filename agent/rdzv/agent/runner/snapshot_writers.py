@@ -115,8 +115,8 @@ class SnapshotWriters:
 
     def end(self, is_private: bool, child: Child, code: int) -> None:
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        said = "; its stderr says why" if code > 0 and not is_private else ""
-        reason = child.failure or f"its writer ended with {how}{said}"
+        hint = "; its stderr says why" if code > 0 and not is_private else ""
+        reason = child.failure or f"its writer ended with {how}{hint}"
         self._finish("" if code == 0 else reason)
 
     def _finish(self, reason: str) -> None:

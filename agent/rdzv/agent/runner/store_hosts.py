@@ -124,12 +124,12 @@ class StoreHosts:
         self._hosts[spec.round] = child
 
     def _read_ready(self, number: int, ready: socket.socket) -> None:
-        said = b""
+        line = b""
         with suppress(OSError):
-            said, _ = receive_data(ready, 64)
+            line, _ = receive_data(ready, 64)
         self._runner.loop.unwatch(ready.fileno())
         close_job_socket(ready)
-        if said == b"ready\n" and number in self._hosts:
+        if line == b"ready\n" and number in self._hosts:
             self._runner.agent.emit("store_host_ready", round=number)
 
     def _end(self, spec: StartStoreHost, child: Child, code: int) -> None:

@@ -373,11 +373,11 @@ class Workers:
         # Workers that have not been forked never run. The others are signalled as if running.
         self._runner.forks.drop([start for start in self._wanted_warm() if start.child is None])
         parking = set() if keep else stopping.keep_none()
-        told = parking
+        signalled = parking
         if signum not in stopping.signals_sent:
             stopping.signals_sent.add(signum)
-            told = stopping.workers.keys() - (stopping.parking() if keep else set())
-        for pid in told:
+            signalled = stopping.workers.keys() - (stopping.parking() if keep else set())
+        for pid in signalled:
             signal_child(pid, signum)
 
     def end_kept(self, request: EndKept) -> None:
@@ -391,13 +391,13 @@ class Workers:
 
         A stop with the same signal does not send it again.
         """
-        signum, told = request.signum, self.round
-        if told is None or request.round != told.number or signum in told.signals_sent:
+        signum, round_ = request.signum, self.round
+        if round_ is None or request.round != round_.number or signum in round_.signals_sent:
             return
-        told.signals_sent.add(signum)
-        told.notified_by = signum
+        round_.signals_sent.add(signum)
+        round_.notified_by = signum
         warm = {start.child.pid for start in self._wanted_warm() if start.child is not None}
-        for pid in told.workers.keys() - warm - self._runner.children.launching():
+        for pid in round_.workers.keys() - warm - self._runner.children.launching():
             signal_child(pid, signum)
 
     # ------------------------------------------------------------------ the end

@@ -187,8 +187,8 @@ async def ask_spared(
         reading = [asyncio.ensure_future(_read_all(end)) for end in ours]
         try:
             async with asyncio.timeout(timeout_s):
-                said, complaint = await asyncio.gather(*reading)
-                return await process.wait(), said, complaint
+                output, complaint = await asyncio.gather(*reading)
+                return await process.wait(), output, complaint
         finally:
             for task in reading:
                 task.cancel()
@@ -197,12 +197,12 @@ async def ask_spared(
 
 
 async def _read_all(end: socket.socket) -> bytes:
-    loop, said = asyncio.get_running_loop(), bytearray()
+    loop, output = asyncio.get_running_loop(), bytearray()
     while data := await loop.sock_recv(end, 1 << 18):
-        said += data
-        if len(said) > MAX_ANSWER_BYTES:
+        output += data
+        if len(output) > MAX_ANSWER_BYTES:
             raise OSError(errno.EFBIG, f"it has written more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(said)
+    return bytes(output)
 
 
 def connected_pair() -> tuple[socket.socket, socket.socket]:

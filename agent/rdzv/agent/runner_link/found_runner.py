@@ -60,11 +60,11 @@ class FoundRunner:
                         return None
                     channel, pid = met
                     try:
-                        if (said := await _first_message(channel)) is not None:
-                            if said.get("type") != "refused":
-                                return cls(path, channel, read_hello(said))
+                        if (message := await _first_message(channel)) is not None:
+                            if message.get("type") != "refused":
+                                return cls(path, channel, read_hello(message))
                             # Its agent may have died a moment ago.
-                            refused, pid = str(said.get("reason")), 0
+                            refused, pid = str(message.get("reason")), 0
                     except BaseException:
                         channel.close()
                         raise
@@ -137,13 +137,13 @@ async def _first_message(channel: Channel) -> Mapping[str, object] | None:
         loop.remove_reader(fd)
 
 
-def read_hello(said: Mapping[str, Any]) -> RunnerHello:
-    if (version := said.get("version")) != PROTOCOL_VERSION:
+def read_hello(message: Mapping[str, Any]) -> RunnerHello:
+    if (version := message.get("version")) != PROTOCOL_VERSION:
         raise NotAdoptableError(
-            f"pid {said.get('pid')!r:.20} speaks version {version!r:.20} of the runner's protocol, "
-            f"and this agent speaks {PROTOCOL_VERSION}"
+            f"pid {message.get('pid')!r:.20} speaks version {version!r:.20} of the runner's "
+            f"protocol, and this agent speaks {PROTOCOL_VERSION}"
         )
     try:
-        return msgspec.convert(said, RunnerHello, str_keys=True)
+        return msgspec.convert(message, RunnerHello, str_keys=True)
     except (ValueError, msgspec.ValidationError) as error:
-        raise NotAdoptableError(f"it sent {said!r:.200}: {error}") from error
+        raise NotAdoptableError(f"it sent {message!r:.200}: {error}") from error

@@ -30,8 +30,8 @@ def belief(state: AgentState, joining: pb.Join, now_ms: int) -> pb.Belief:
     believed = pb.Belief(phase=pb.Belief.Phase.Value(state.phase.name), join=joining)
     if state.failures and state.phase is not Phase.JOINING:
         # A node that is waiting for a round has already included its failures in its join.
-        said = Fail(*state.speaker, state.run, 0, state.evidence)
-        believed.failures.extend(report(said, now_ms=now_ms).failed.failures)
+        failed = Fail(*state.speaker, state.run, 0, state.evidence)
+        believed.failures.extend(report(failed, now_ms=now_ms).failed.failures)
     if state.assignment is not None:
         write(believed.round, state.assignment, now_ms)
         believed.store_host_failed = sendable(state.store_host_failed)
@@ -97,5 +97,5 @@ def announcement(message: pb.ServerMessage, now_ms: int) -> Announcement | None:
     kind = _ANNOUNCED.get(body)
     if kind is None:
         return None
-    told: Announcement = read(kind, getattr(message, body), now_ms=now_ms)
-    return told
+    received: Announcement = read(kind, getattr(message, body), now_ms=now_ms)
+    return received

@@ -52,51 +52,53 @@ class PlacementPort(Protocol):
     def noticed(self, event: events.NoticeGiven | events.NoticeLifted) -> None: ...
 
 
-def deliver(link: ServerLink, told: messages.Announcement | None) -> None:
+def deliver(link: ServerLink, announcement: messages.Announcement | None) -> None:
     """Deliver a message, unless it is about the stream itself."""
     placements = link.placements
-    match told:
+    match announcement:
         case messages.ReadLog():
-            link.log_reader.read(told)
+            link.log_reader.read(announcement)
         case messages.StopLog():
-            link.log_reader.stop(told.request)
+            link.log_reader.stop(announcement.request)
         case messages.ReadMetrics():
-            link.say(encoding.report(messages.NodeMetrics(told.request, link.metrics())))
+            link.say(encoding.report(messages.NodeMetrics(announcement.request, link.metrics())))
         case messages.LookAgain():
             if placements is not None:
                 placements.look_again()
         case messages.DrainNode():
-            link.drain.take_from_server(told.number, told.left_ms, told.reason)
+            link.drain.take_from_server(
+                announcement.number, announcement.left_ms, announcement.reason
+            )
         case messages.UndrainNode():
             link.drain.lift()
         case messages.Placed() if placements is not None:
-            placements.placed(told)
+            placements.placed(announcement)
         case messages.Withdrawn() if placements is not None:
-            link.declined.pop((told.rdzv_id, told.run), None)
-            placements.withdrawn(told)
+            link.declined.pop((announcement.rdzv_id, announcement.run), None)
+            placements.withdrawn(announcement)
         case messages.Placed() | messages.Withdrawn():
             text = "the server placed %s on this node, which takes no submitted jobs"
-            log.warning(text, told.rdzv_id)
+            log.warning(text, announcement.rdzv_id)
         case _:
-            _deliver_to_job(link, told)
+            _deliver_to_job(link, announcement)
 
 
-def _deliver_to_job(link: ServerLink, told: messages.Announcement | None) -> None:
-    job = link.jobs.get(getattr(told, "rdzv_id", ""))
-    match told:
+def _deliver_to_job(link: ServerLink, announcement: messages.Announcement | None) -> None:
+    job = link.jobs.get(getattr(announcement, "rdzv_id", ""))
+    match announcement:
         case messages.TakeStacks() if job is None:
             error = "it no longer takes part in this job"
-            link.say(encoding.report(messages.Stacks(told.request, last=True, error=error)))
+            link.say(encoding.report(messages.Stacks(announcement.request, last=True, error=error)))
         case Assignment() if job is None:
             # The seat was requested by a driver that is now gone, so it is given back here.
             reason = "it left before it received the round"
-            gone = Leave("", 0, told.run, LeaveCause.SIGNAL, reason, told.round)
-            link.say(encoding.report(gone, told.rdzv_id))
+            gone = Leave("", 0, announcement.run, LeaveCause.SIGNAL, reason, announcement.round)
+            link.say(encoding.report(gone, announcement.rdzv_id))
         case _ if job is None:
-            log.debug("received a message for a job that is not on this node: %s", told)
+            log.debug("received a message for a job that is not on this node: %s", announcement)
         case messages.TakeStacks():
-            job.take_stacks(told)
+            job.take_stacks(announcement)
         case messages.Waiting():
-            job.note(told.reason)
-        case _ if isinstance(told, _OF_A_JOB):
-            job.post(told)
+            job.note(announcement.reason)
+        case _ if isinstance(announcement, _OF_A_JOB):
+            job.post(announcement)

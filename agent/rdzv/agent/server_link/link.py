@@ -170,9 +170,9 @@ class ServerLink:
 
     def drain_node(self, left_ms: int, reason: str) -> None:
         if self.drain.note_wish(left_ms, reason):
-            said = self.drain.said()
-            assert said is not None
-            self.say(encoding.report(said))
+            draining = self.drain.said()
+            assert draining is not None
+            self.say(encoding.report(draining))
 
     def _tell_notice(self, event: events.NoticeGiven | events.NoticeLifted) -> None:
         if self.placements is not None:
@@ -371,18 +371,18 @@ class ServerLink:
             message = await _read(call)
         return "the server ended the stream"
 
-    def _hear(self, endpoint: Endpoint, told: messages.Announcement | None) -> None:
-        match told:
+    def _hear(self, endpoint: Endpoint, announcement: messages.Announcement | None) -> None:
+        match announcement:
             case messages.Welcome():
-                self._greet(endpoint, told)
+                self._greet(endpoint, announcement)
             case messages.Lease():
-                self._take_lease(told.lease_ms, told.heartbeat_interval_ms)
+                self._take_lease(announcement.lease_ms, announcement.heartbeat_interval_ms)
                 for job in list(self.jobs.values()):
                     job.post(events.Ticked())  # The job's runner must receive the new lease.
             case messages.Heard():
-                self._proofs.note_heard(told.number, told.clock_us)
+                self._proofs.note_heard(announcement.number, announcement.clock_us)
             case _:
-                inbox.deliver(self, told)
+                inbox.deliver(self, announcement)
 
     def _greet(self, endpoint: Endpoint, welcome: messages.Welcome) -> None:
         self._incarnation = welcome.incarnation

@@ -145,8 +145,8 @@ async def check_warm(launch: Launch) -> str:
     except (OSError, TimeoutError) as error:
         return f"{launch.python} does not list its modules: {str(error) or 'no answer in time'}"
     try:
-        said = json.loads(answer.strip().rpartition(b"\n")[2])
-        refused, missing = said.get("refused"), dict(said.get("missing", {}))
+        checked = json.loads(answer.strip().rpartition(b"\n")[2])
+        refused, missing = checked.get("refused"), dict(checked.get("missing", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise InvalidRequestError(
             f"{given}: {launch.python} runs no sitecustomize from PYTHONPATH (is it a "

@@ -88,8 +88,8 @@ class GroupRecord:
     def name(self) -> str:
         if self.description == DEFAULT_GROUP:
             return "the default group"
-        told = self.description if self.description not in ("", "undefined") else self.group
-        return f"group {told}"
+        shown = self.description if self.description not in ("", "undefined") else self.group
+        return f"group {shown}"
 
 
 @struct(frozen=True)
@@ -269,13 +269,16 @@ def _differing(wait: _Wait, kind: str, sides: Sequence[tuple[str, list[int]]]) -
     odd = [rank for _, ranks in others for rank in ranks]
     clear = len(many) > len(others[0][1])
     if kind == "other_operation":
-        told = "; ".join(f"{_ranks(ranks, 'has')} entered {what}" for what, ranks in others)
-        sentence = (
-            f"{told} as #{wait.sequence} of {wait.name}, where {_ranks(many, 'has')} entered {most}"
-        )
+        differences = "; ".join(f"{_ranks(ranks, 'has')} entered {what}" for what, ranks in others)
+        place = f"as #{wait.sequence} of {wait.name}"
+        sentence = f"{differences} {place}, where {_ranks(many, 'has')} entered {most}"
     else:
-        told = "; ".join(f"{_ranks(ranks, 'has')} {what or 'no tensor'}" for what, ranks in others)
-        sentence = f"in {wait.place} {told}, where {_ranks(many, 'has')} {most or 'no tensor'}"
+        differences = "; ".join(
+            f"{_ranks(ranks, 'has')} {what or 'no tensor'}" for what, ranks in others
+        )
+        sentence = (
+            f"in {wait.place} {differences}, where {_ranks(many, 'has')} {most or 'no tensor'}"
+        )
     waiting = [rank for rank in wait.pending if rank in many] if clear else list(wait.pending)
     if not clear:
         most = ""

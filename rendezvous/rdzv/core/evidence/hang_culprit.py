@@ -74,14 +74,14 @@ def verdict(
     if several are, the one with the lowest RANK. `why` explains a missing `report`.
     """
     known = [(node_id, worker) for node_id, workers in hung.items() for worker in workers]
-    told = describe_hung(worker for _, worker in known)
+    reports = describe_hung(worker for _, worker in known)
     what = report.summary if report is not None else f"no stacks were taken: {why}"
     how = "a collective timed out" if any(one.timed_out for _, one in known) else "hung"
     stacks = {stack.rank: stack for stack in report.stacks} if report is not None else {}
     odd = _waited_for(report) if report is not None else None
     if odd is None and len(known) > 1:
         what = f"the rank at fault is unknown; {what}"
-    message = f"{how}: {what} ({told})"[:MAX_MESSAGE_CHARS]
+    message = f"{how}: {what} ({reports})"[:MAX_MESSAGE_CHARS]
     if odd is not None and odd in stacks:
         of = stacks[odd]
         who = (of.node_id, of.rank, of.local_rank, of.pid, message, as_traceback(of))

@@ -190,12 +190,12 @@ def arrivals(groups: Iterable[GroupLook], node_of: Mapping[int, str]) -> dict[in
             share = fmean(counted) * group.per_second / 1e6
             waited = fmean(one[1] for one in own) * group.per_second / 1e6
             waits[rank] = waits.get(rank, 0.0) + waited
-            told = tuple(one[0] for one in own)
-            late.setdefault(rank, []).append((share, told, group.error_us or 0))
+            offsets = tuple(one[0] for one in own)
+            late.setdefault(rank, []).append((share, offsets, group.error_us or 0))
     found = {}
     for rank, of in late.items():
-        share, told, error_us = max(of)
-        found[rank] = Arrival(share - waits[rank], told, error_us)
+        share, offsets, error_us = max(of)
+        found[rank] = Arrival(share - waits[rank], offsets, error_us)
     return found
 
 

@@ -48,12 +48,12 @@ def restore(membership: model.Membership, tuning: model.Tuning, now_ms: int) -> 
 
 
 def adopt(work: Draft, command: Join | Resume, report: model.RecoveryReport) -> None:
-    node_id, incarnation, told = command.node_id, command.incarnation, report.assignment
-    if not recovery_reports.adoptable(work.state, command.run, told.round):
+    node_id, incarnation, assignment = command.node_id, command.incarnation, report.assignment
+    if not recovery_reports.adoptable(work.state, command.run, assignment.round):
         return
     known = work.membership.round if command.run == work.membership.run else None
-    if known is not None and known.number == told.round:
-        held = model.placeholder(told.group_rank)
+    if known is not None and known.number == assignment.round:
+        held = model.placeholder(assignment.group_rank)
         if held not in work.state.seats or node_id in work.state.seats or node_id in known.gone:
             return
         filled = recovery_reports.further_report(known, command, report)
@@ -68,7 +68,7 @@ def adopt(work: Draft, command: Join | Resume, report: model.RecoveryReport) -> 
             return
         if command.run != work.membership.run:
             _adopt_run(work, command, report.settings)
-        _adopt_round(work, round_, told.tally)
+        _adopt_round(work, round_, assignment.tally)
     work.put(
         of=node_id,
         seats=put(work.state.seats, node_id, model.Seat(incarnation, work.now_ms)),
@@ -81,7 +81,7 @@ def adopt(work: Draft, command: Join | Resume, report: model.RecoveryReport) -> 
     note_address(work, report.offer)
     superseded = without(work.state.superseded, node_id)
     work.state = replace(work.state, reported_ms=work.now_ms, superseded=superseded)
-    work.events.append(NodeAdopted(node_id, told.round, told.group_rank))
+    work.events.append(NodeAdopted(node_id, assignment.round, assignment.group_rank))
 
 
 def _adopt_run(work: Draft, command: Join | Resume, settings: model.Settings) -> None:

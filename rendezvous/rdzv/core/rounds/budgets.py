@@ -31,13 +31,13 @@ class Exceeded:
     no_progress: bool = False
 
 
-def further(moved: Moved, said: Moved) -> Moved:
+def further(moved: Moved, reported: Moved) -> Moved:
     """Merge another node's report into a round's progress, and return the result."""
-    steps = [step for step in (moved.furthest_step, said.furthest_step) if step is not None]
+    steps = [step for step in (moved.furthest_step, reported.furthest_step) if step is not None]
     return Moved(
         max(steps, default=None),
-        moved.snapshot_changed or said.snapshot_changed,
-        moved.sealed or said.sealed,
+        moved.snapshot_changed or reported.snapshot_changed,
+        moved.sealed or reported.sealed,
     )
 
 

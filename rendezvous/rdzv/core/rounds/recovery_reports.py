@@ -51,27 +51,27 @@ def adoptable(state: State, run: str, number: int) -> bool:
 
 def first_report(command: Join | Resume, report: RecoveryReport, now_ms: int) -> Round | None:
     """Return the round described by its first report, or None if no such round is possible."""
-    participant, told = _participant(command, report), report.assignment
-    whole = range(told.group_world_size)
-    participants = _filled(whole, range(told.world_size), told.group_rank, participant)
+    participant, assignment = _participant(command, report), report.assignment
+    whole = range(assignment.group_world_size)
+    participants = _filled(whole, range(assignment.world_size), assignment.group_rank, participant)
     if participants is None:
         return None
     return Round(
-        number=told.round,
+        number=assignment.round,
         participants=participants,
-        master_addr=told.master_addr,
-        master_port=told.master_port,
-        use_agent_store=told.use_agent_store,
-        restarts=told.restarts,
+        master_addr=assignment.master_addr,
+        master_port=assignment.master_port,
+        use_agent_store=assignment.use_agent_store,
+        restarts=assignment.restarts,
         at_ms=now_ms,
         adopted=True,
-        source=told.source,
-        resume_step=told.resume_step,
-        snapshot=told.snapshot,
-        snapshot_loads=told.snapshot_loads,
-        origin=told.origin,
-        lineage=told.lineage,
-        renewed=told.renewed,
+        source=assignment.source,
+        resume_step=assignment.resume_step,
+        snapshot=assignment.snapshot,
+        snapshot_loads=assignment.snapshot_loads,
+        origin=assignment.origin,
+        lineage=assignment.lineage,
+        renewed=assignment.renewed,
     )
 
 
@@ -80,10 +80,15 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
 
     The node must not already have a place in the round.
     """
-    told = report.assignment
-    seats, place = round_.participants, told.group_rank
+    assignment = report.assignment
+    seats, place = round_.participants, assignment.group_rank
     known = (len(seats), seats[-1].ranks.stop, round_.master_addr, round_.master_port)
-    same = known == (told.group_world_size, told.world_size, told.master_addr, told.master_port)
+    same = known == (
+        assignment.group_world_size,
+        assignment.world_size,
+        assignment.master_addr,
+        assignment.master_port,
+    )
     if not same or not is_placeholder(seats[place].node_id):
         return None
     participant = _participant(command, report)
@@ -95,11 +100,11 @@ def further_report(round_: Round, command: Join | Resume, report: RecoveryReport
     participants = (*seats[: gap.start], *filled, *seats[gap.stop :])
     round_ = replace(
         round_,
-        snapshot=round_.snapshot or told.snapshot,
-        snapshot_loads=max(round_.snapshot_loads, told.snapshot_loads),
-        origin=max(round_.origin, told.origin),
-        lineage=max(round_.lineage, told.lineage),
-        renewed=max(round_.renewed, told.renewed),
+        snapshot=round_.snapshot or assignment.snapshot,
+        snapshot_loads=max(round_.snapshot_loads, assignment.snapshot_loads),
+        origin=max(round_.origin, assignment.origin),
+        lineage=max(round_.lineage, assignment.lineage),
+        renewed=max(round_.renewed, assignment.renewed),
     )
     return replace(round_, participants=participants)
 
@@ -145,16 +150,16 @@ def _placeholders(places: range, ranks: range) -> tuple[Participant, ...] | None
 
 
 def _participant(command: Join | Resume, report: RecoveryReport) -> Participant:
-    told = report.assignment
+    assignment = report.assignment
     return Participant(
         node_id=command.node_id,
         incarnation=command.incarnation,
         offer=report.offer,
-        rank_first=told.rank_first,
-        role_rank_first=told.role_rank_first,
-        role_world_size=told.role_world_size,
+        rank_first=assignment.rank_first,
+        role_rank_first=assignment.role_rank_first,
+        role_world_size=assignment.role_world_size,
         instance=command.instance,
-        kept=told.kept,
+        kept=assignment.kept,
     )
 
 
@@ -184,13 +189,13 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
     known = membership.spent
     if tally is None:
         return known
-    told = tally.spent
-    steps = [step for step in (known.furthest_step, told.furthest_step) if step is not None]
+    reported = tally.spent
+    steps = [step for step in (known.furthest_step, reported.furthest_step) if step is not None]
     return Spent(
-        preemptions=max(known.preemptions, told.preemptions),
-        store_failures=max(known.store_failures, told.store_failures),
-        soon=told.soon,
-        in_vain=told.in_vain,
+        preemptions=max(known.preemptions, reported.preemptions),
+        store_failures=max(known.store_failures, reported.store_failures),
+        soon=reported.soon,
+        in_vain=reported.in_vain,
         furthest_step=max(steps, default=None),
     )
 
@@ -207,8 +212,8 @@ def restarts_known(
     missing = max(restarts - len(membership.restarts), 0)
     if tally is None or not missing:
         return membership.restarts + (now_ms,) * missing
-    told = tally.restarts_ms[-missing:]
+    reported = tally.restarts_ms[-missing:]
     # Earlier restarts had left the window when the tally was taken, unless the tally was full.
     forgotten_ms = now_ms - membership.settings.restart_window_ms
-    before_ms = told[0] if len(told) == MAX_RESTART_AGES else forgotten_ms
-    return membership.restarts + (before_ms,) * (missing - len(told)) + told
+    before_ms = reported[0] if len(reported) == MAX_RESTART_AGES else forgotten_ms
+    return membership.restarts + (before_ms,) * (missing - len(reported)) + reported

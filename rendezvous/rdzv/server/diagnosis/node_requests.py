@@ -60,10 +60,10 @@ class NodeRequests:
         finally:
             del self.unanswered[wanted.request]
 
-    def take(self, node_id: str, said: LogPiece | NodeMetrics) -> None:
-        asked, kind, answer = self.unanswered.get(said.request, (None, object, None))
-        if answer is not None and asked == node_id and type(said) is kind and not answer.done():
-            answer.set_result(said)
+    def take(self, node_id: str, report: LogPiece | NodeMetrics) -> None:
+        asked, kind, answer = self.unanswered.get(report.request, (None, object, None))
+        if answer is not None and asked == node_id and type(report) is kind and not answer.done():
+            answer.set_result(report)
 
     def note_gone(self, node_id: str) -> None:
         for asked, _, answer in self.unanswered.values():

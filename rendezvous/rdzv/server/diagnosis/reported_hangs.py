@@ -57,19 +57,19 @@ class ReportedHangs:
         self._driver = driver
         self._episodes: dict[str, _Episode] = {}
 
-    def take_report(self, state: State, node_id: str, said: Hung) -> None:
-        ranks = (worker.rank for worker in said.workers)
+    def take_report(self, state: State, node_id: str, report: Hung) -> None:
+        ranks = (worker.rank for worker in report.workers)
         check_own(state.membership.live_round, node_id, ranks, "a hang")
-        episode = self._episodes.get(said.rdzv_id)
-        if episode is None or (episode.run, episode.round) != (said.run, said.round):
-            if not said.workers:
+        episode = self._episodes.get(report.rdzv_id)
+        if episode is None or (episode.run, episode.round) != (report.run, report.round):
+            if not report.workers:
                 return
-            episode = _Episode(said.rdzv_id, said.run, said.round)
-            if (former := self._episodes.get(said.rdzv_id)) is not None:
+            episode = _Episode(report.rdzv_id, report.run, report.round)
+            if (former := self._episodes.get(report.rdzv_id)) is not None:
                 self._end(former)
-            self._episodes[said.rdzv_id] = episode
+            self._episodes[report.rdzv_id] = episode
             self._driver.tasks.start(self._look_into(episode))
-        self._note_node(episode, node_id, said, len(state.seats))
+        self._note_node(episode, node_id, report, len(state.seats))
 
     def note_state(self, state: State) -> None:
         episode = self._episodes.get(state.membership.rdzv_id)
@@ -98,16 +98,16 @@ class ReportedHangs:
         if self._episodes.get(episode.rdzv_id) is episode:
             del self._episodes[episode.rdzv_id]
 
-    def _note_node(self, episode: _Episode, node_id: str, said: Hung, nodes: int) -> None:
+    def _note_node(self, episode: _Episode, node_id: str, report: Hung, nodes: int) -> None:
         known = episode.hung.pop(node_id, ())
-        if said.workers:
-            episode.hung[node_id] = said.workers
-            if {worker.rank for worker in said.workers} - {worker.rank for worker in known}:
-                told = describe_hung(said.workers)
-                silent_ms = max(worker.silent_ms for worker in said.workers)
-                hang = WorkersHang(episode.round, node_id, told, silent_ms)
+        if report.workers:
+            episode.hung[node_id] = report.workers
+            if {worker.rank for worker in report.workers} - {worker.rank for worker in known}:
+                text = describe_hung(report.workers)
+                silent_ms = max(worker.silent_ms for worker in report.workers)
+                hang = WorkersHang(episode.round, node_id, text, silent_ms)
                 self._driver.note(episode.rdzv_id, (hang,))
-        episode.timed_out |= any(worker.timed_out for worker in said.workers)
+        episode.timed_out |= any(worker.timed_out for worker in report.workers)
         # After a timeout, peers lose their connections to the ended workers and soon end as well.
         if episode.timed_out or len(episode.hung) >= nodes:
             episode.all_told.set()

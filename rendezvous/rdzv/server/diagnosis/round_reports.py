@@ -75,10 +75,10 @@ class _Group:
     per_second: float = 0.0
     errors_us: dict[str, int | None] = field(default_factory=dict)
 
-    def note(self, node_id: str, said: messages.GroupArrivals) -> None:
-        self.per_second, self.errors_us[node_id] = said.per_second, said.error_us
-        self.latest[node_id] = max(said.entered_us, default=self.latest.get(node_id, 0))
-        for sequence, entered in said.entered_us.items():
+    def note(self, node_id: str, report: messages.GroupArrivals) -> None:
+        self.per_second, self.errors_us[node_id] = report.per_second, report.error_us
+        self.latest[node_id] = max(report.entered_us, default=self.latest.get(node_id, 0))
+        for sequence, entered in report.entered_us.items():
             self.entered_us.setdefault(sequence, {}).update(entered)
         for sequence in sorted(self.entered_us)[:-MAX_KEPT]:
             del self.entered_us[sequence]
@@ -104,8 +104,8 @@ class ArrivalBoard:
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    def note(self, node_id: str, said: messages.Arrivals) -> None:
-        for group in said.groups:
+    def note(self, node_id: str, report: messages.Arrivals) -> None:
+        for group in report.groups:
             if group.group in self._groups or len(self._groups) < MAX_GROUPS:
                 self._groups.setdefault(group.group, _Group()).note(node_id, group)
 
@@ -169,7 +169,7 @@ class RoundReports:
         live = known is not None and state.membership.is_live(known.run, known.round.number)
         return known if live else None
 
-    def note(self, state: State, node_id: str, said: WorkerReport) -> bool:
+    def note(self, state: State, node_id: str, report: WorkerReport) -> bool:
         """Record a report about the live round, and return whether it changes what is shown."""
         membership, round_ = state.membership, state.membership.live_round
         assert round_ is not None
@@ -177,17 +177,17 @@ class RoundReports:
         if known is None:
             known = self._rounds[membership.rdzv_id] = LiveRound(membership.run, round_, now_ms)
         known.round = round_  # An adopted node may have replaced a placeholder.
-        match said:
+        match report:
             case messages.Progress():
-                check_own(round_, node_id, (one.rank for one in said.ranks), "progress")
-                known.progress[node_id] = now_ms, said
-                self._note_steps(known, node_id, said, membership.spent.furthest_step, now_ms)
+                check_own(round_, node_id, (one.rank for one in report.ranks), "progress")
+                known.progress[node_id] = now_ms, report
+                self._note_steps(known, node_id, report, membership.spent.furthest_step, now_ms)
                 self._compare_rates(known, state, now_ms)
                 return True
             case messages.WorkersStarted():
-                return self._note_starts(known, node_id, said)
+                return self._note_starts(known, node_id, report)
             case messages.Arrivals():
-                return self._note_arrivals(known, node_id, said, now_ms)
+                return self._note_arrivals(known, node_id, report, now_ms)
 
     def note_state(self, state: State) -> None:
         """Drop what was reported of a round that is over, and by nodes without a seat."""
@@ -212,9 +212,9 @@ class RoundReports:
         now_ms = self._clock.now_ms()
         found = [
             replace(one, age_ms=one.age_ms + max(now_ms - heard_ms, 0))
-            for node_id, (heard_ms, said) in known.progress.items()
+            for node_id, (heard_ms, report) in known.progress.items()
             if node_id in state.seats
-            for one in said.ranks
+            for one in report.ranks
         ]
         return tuple(sorted(found, key=lambda one: one.rank))
 
@@ -253,57 +253,57 @@ class RoundReports:
         self,
         known: LiveRound,
         node_id: str,
-        said: messages.Progress,
+        report: messages.Progress,
         furthest: int | None,
         now_ms: int,
     ) -> None:
         """Tell of the first step, and of the one with which all lost steps are redone."""
-        if not said.ranks:
+        if not report.ranks:
             return
-        best = max(said.ranks, key=lambda one: one.step)
+        best = max(report.ranks, key=lambda one: one.step)
         at_ms = now_ms - best.age_ms
-        told: list[events.Event] = []
+        news: list[events.Event] = []
         if known.step < 0:
             known.step, known.step_at_ms, known.redone = best.step, at_ms, furthest is None
-            told.append(
-                events.FirstStepMade(said.round, node_id, best.rank, best.step, best.age_ms)
+            news.append(
+                events.FirstStepMade(report.round, node_id, best.rank, best.step, best.age_ms)
             )
         if not known.redone and furthest is not None and best.step >= furthest:
             known.redone = True
             ago_ms = max(now_ms - _reached_ms(known, best.step, at_ms, furthest), 0)
-            told.append(events.LostStepsRedone(said.round, furthest, ago_ms))
+            news.append(events.LostStepsRedone(report.round, furthest, ago_ms))
         if best.step > known.step:
             known.step, known.step_at_ms = best.step, at_ms
-        if told:
-            self._tell(said.rdzv_id, tuple(told))
+        if news:
+            self._tell(report.rdzv_id, tuple(news))
 
     # ---------------------------------------------------------------- starts
 
-    def _note_starts(self, known: LiveRound, node_id: str, said: messages.WorkersStarted) -> bool:
+    def _note_starts(self, known: LiveRound, node_id: str, report: messages.WorkersStarted) -> bool:
         round_ = known.round
         participant = participant_of(round_, node_id)
         assert participant is not None
         size = participant.offer.local_world_size
-        if sorted(worker.local_rank for worker in said.workers) != list(range(size)):
+        if sorted(worker.local_rank for worker in report.workers) != list(range(size)):
             raise InvalidRequestError(
-                f"started workers: {node_id} names {len(said.workers)}, and has local_rank "
-                f"0..{size - 1} in round {said.round}; name each of them once"
+                f"started workers: {node_id} names {len(report.workers)}, and has local_rank "
+                f"0..{size - 1} in round {report.round}; name each of them once"
             )
-        if said.not_loaded and node_id not in known.not_loaded and len(known.not_loaded) < LISTED:
+        if report.not_loaded and node_id not in known.not_loaded and len(known.not_loaded) < LISTED:
             known.not_loaded.add(node_id)
-            missing = events.SnapshotsNotLoaded(round_.number, node_id, said.not_loaded)
-            self._tell(said.rdzv_id, (missing,))
-        (known.forks.add if said.forks else known.forks.discard)(node_id)
-        if said.script and node_id not in known.scripts:
-            known.scripts[node_id] = said.script
-            is_one = {*known.scripts.values()} == {said.script}
+            missing = events.SnapshotsNotLoaded(round_.number, node_id, report.not_loaded)
+            self._tell(report.rdzv_id, (missing,))
+        (known.forks.add if report.forks else known.forks.discard)(node_id)
+        if report.script and node_id not in known.scripts:
+            known.scripts[node_id] = report.script
+            is_one = {*known.scripts.values()} == {report.script}
             if is_one and len(known.scripts) == len(round_.participants):
-                known.script = said.script
+                known.script = report.script
         if node_id in known.started:
             return False
-        known.started[node_id] = said.workers
+        known.started[node_id] = report.workers
         if len(known.started) == len(round_.participants):
-            self._tell(said.rdzv_id, (_all_started(known),))
+            self._tell(report.rdzv_id, (_all_started(known),))
         return True
 
     # ---------------------------------------------------------------- stragglers
@@ -324,27 +324,27 @@ class RoundReports:
         self._tell_changes(state.membership.rdzv_id, known, before)
 
     def _note_arrivals(
-        self, known: LiveRound, node_id: str, said: messages.Arrivals, now_ms: int
+        self, known: LiveRound, node_id: str, report: messages.Arrivals, now_ms: int
     ) -> bool:
         """Compare all nodes' entries into collectives if that is due.
 
         Return whether the stragglers have changed.
         """
-        entered = (ranks for group in said.groups for ranks in group.entered_us.values())
-        told = {rank for ranks in entered for rank in ranks}
-        check_own(known.round, node_id, told, "arrivals")
-        known.board.note(node_id, said)
+        entered = (ranks for group in report.groups for ranks in group.entered_us.values())
+        ranks_entered = {rank for ranks in entered for rank in ranks}
+        check_own(known.round, node_id, ranks_entered, "arrivals")
+        known.board.note(node_id, report)
         changed = False
         due = now_ms - known.compared_ms >= self._look_every_ms(LOOKS)
         if due and (groups := known.board.take()):
             before, known.compared_ms, known.pace = known.stragglers, now_ms, Pace()
             known.arrivals = follow_arrivals(known.arrivals, arrivals(groups, known.nodes), now_ms)
-            changed = self._tell_changes(said.rdzv_id, known, before)
+            changed = self._tell_changes(report.rdzv_id, known, before)
         if not known.in_collectives:
             known.in_collectives = True
-            entered_ms = _entered_ago_ms(said, now_ms)
-            first = events.FirstCollectiveMade(said.round, node_id, entered_ms)
-            self._tell(said.rdzv_id, (first,))
+            entered_ms = _entered_ago_ms(report, now_ms)
+            first = events.FirstCollectiveMade(report.round, node_id, entered_ms)
+            self._tell(report.rdzv_id, (first,))
         return changed
 
     def _tell_changes(self, rdzv_id: str, known: LiveRound, before: dict[int, Straggler]) -> bool:
@@ -379,11 +379,11 @@ def check_own(round_: Round | None, node_id: str, ranks: Iterable[int], what: st
             )
 
 
-def _entered_ago_ms(said: messages.Arrivals, now_ms: int) -> int:
+def _entered_ago_ms(report: messages.Arrivals, now_ms: int) -> int:
     """Return how long ago the first of these collectives was entered, or 0 if unknown."""
     ages_ms = [
         now_ms - entered_us // 1_000
-        for group in said.groups
+        for group in report.groups
         if group.error_us is not None
         for entered in group.entered_us.values()
         for entered_us in entered.values()
@@ -414,7 +414,7 @@ def _counted(workers: Iterable[messages.StartedWorker]) -> Starts:
 
 
 def _all_started(known: LiveRound) -> events.WorkersStarted:
-    found = _counted(worker for said in known.started.values() for worker in said)
+    found = _counted(worker for workers in known.started.values() for worker in workers)
     new = [
         events.NewWorker(p.rank_first + worker.local_rank, p.node_id, worker.how, worker.why)
         for p in known.round.participants

@@ -54,18 +54,18 @@ class Copying:
         """The newest whole mark in this round whose copies have been kept or given up, or None if
         there is none yet."""
 
-    def note(self, node_id: str, said: SnapshotsHeld, held: HeldByNodes) -> None:
+    def note(self, node_id: str, report: SnapshotsHeld, held: HeldByNodes) -> None:
         """Record what a node holds, and move on to a newer mark if the current one is settled."""
-        if said.carrier is None:
+        if report.carrier is None:
             self._carriers.pop(node_id, None)
         else:
-            self._can_do_more |= self._carriers.get(node_id) != said.carrier
-            self._carriers[node_id] = said.carrier
+            self._can_do_more |= self._carriers.get(node_id) != report.carrier
+            self._carriers[node_id] = report.carrier
         if order := self._orders.get(node_id):
             wanted = [one for source in order.sources for one in source.snapshots]
-            if are_kept(wanted, said.snapshots):
+            if are_kept(wanted, report.snapshots):
                 del self._orders[node_id]
-            elif why := self._why_given_up(said):
+            elif why := self._why_given_up(report):
                 self._given_up[node_id] = why
                 del self._orders[node_id]
         if not self._orders:
@@ -108,12 +108,12 @@ class Copying:
         if not self._orders:
             self.settled = mark
 
-    def _why_given_up(self, said: SnapshotsHeld) -> str:
+    def _why_given_up(self, report: SnapshotsHeld) -> str:
         """Return why a node will not keep its copies of the current mark; empty if it still may."""
-        missing = said.missing
+        missing = report.missing
         if missing is not None and missing.mark == self._mark and missing.reason:
             return missing.reason
-        return "" if said.carrier else "it exchanges copies no longer; its log says why"
+        return "" if report.carrier else "it exchanges copies no longer; its log says why"
 
     def _source(self, node_id: str, snapshots: tuple[Snapshot, ...]) -> CopySource:
         carrier, address = self._carriers[node_id], self._participants[node_id].offer.address
@@ -138,9 +138,9 @@ class _Job:
         """The newest mark that was announced to the nodes, by the round itself or during it."""
         return self.copying.settled or self.round.snapshot
 
-    def note_blocked(self, node_id: str, said: SnapshotsHeld) -> None:
+    def note_blocked(self, node_id: str, report: SnapshotsHeld) -> None:
         """Give up the newest mark held if no rank can save and no whole mark awaits its copies."""
-        self.blocked.note(node_id, said.snapshots)
+        self.blocked.note(node_id, report.snapshots)
         if self.announced is not None:
             self.blocked.advance(self.announced)
         if self.held.whole == self.announced and (mark := self.blocked.given_up()) is not None:
@@ -168,22 +168,22 @@ class SnapshotTracking:
         """The round, mark and given-up mark that were last sent on each node's stream, by node_id
         and rdzv_id."""
 
-    def note(self, state: State, node_id: str, said: SnapshotsHeld, now_ms: int) -> None:
+    def note(self, state: State, node_id: str, report: SnapshotsHeld, now_ms: int) -> None:
         """Record the snapshots that a participant holds.
 
         Once copying of a newer whole mark is settled, or a mark is given up, the mark is sent to
         all participants.
         """
         job = self._job(state)
-        if job.held.note(node_id, said.snapshots):
+        if job.held.note(node_id, report.snapshots):
             job.whole_ms = now_ms
         before = job.announced, job.given_up
-        job.copying.note(node_id, said, job.held)
-        job.note_blocked(node_id, said)
+        job.copying.note(node_id, report, job.held)
+        job.note_blocked(node_id, report)
         job.copying.send_orders(self._send)
         news = (job.announced, job.given_up) != before
         for participant in state.seats if news else (node_id,):
-            self._tell(participant, said.rdzv_id, job)
+            self._tell(participant, report.rdzv_id, job)
 
     def note_gone(self, node_id: str) -> None:
         self._told.pop(node_id, None)
@@ -234,10 +234,10 @@ class SnapshotTracking:
         mark, given_up = job.announced, job.given_up
         if mark is None or (job.copying.settled is None and given_up is None):
             return
-        told = self._told.setdefault(node_id, {})
+        announced = self._told.setdefault(node_id, {})
         news = job.round.number, mark, given_up
-        if told.get(rdzv_id) == news:
+        if announced.get(rdzv_id) == news:
             return
         whole = SnapshotWatermark(rdzv_id, job.run, mark, job.whole_ms or 0, given_up)
         if self._send(node_id, whole):
-            told[rdzv_id] = news
+            announced[rdzv_id] = news

@@ -49,14 +49,14 @@ class _Taking:
         """Add a worker's stack; if a worker sends two, the first one counts."""
         if stack.rank in self.told:
             return
-        key, said = key_of(stack), evidence(stack)
+        key, shown = key_of(stack), evidence(stack)
         if key not in self.ranks and len(self.ranks) >= most_groups:
             # With this many different stacks, more groups would not help anyone, so the rest share
             # one.
             key = (stack.state or "", (("elsewhere", "", None),), ())
             stack = _elsewhere(stack)
         self.told.add(stack.rank)
-        self.evidence.append(said)
+        self.evidence.append(shown)
         self.ranks.setdefault(key, []).append(stack.rank)
         first = key not in self.one_of
         if first:
@@ -150,10 +150,10 @@ class StackRelay:
         at_ms = self._clock.now_ms()
         answer_ms = min(within_ms or ANSWER_MS, ANSWER_MS)
         timer.arm(at_ms + answer_ms)
-        told = TakeStacks(number, membership.rdzv_id, membership.run, round_.number, answer_ms)
+        request = TakeStacks(number, membership.rdzv_id, membership.run, round_.number, answer_ms)
         try:
             for node_id in nodes:
-                if is_placeholder(node_id) or not self._send(node_id, told):
+                if is_placeholder(node_id) or not self._send(node_id, request):
                     taking.end(node_id, "its agent is not connected")
             await taking.done.wait()
         finally:
@@ -170,16 +170,16 @@ class StackRelay:
             taking.end(node_id, why)
         return _report(taking, membership.rdzv_id, membership.run, round_, at_ms, reason)
 
-    def take_in(self, node_id: str, said: Stacks) -> None:
-        taking = self._takings.get(said.request)
+    def take_in(self, node_id: str, stacks: Stacks) -> None:
+        taking = self._takings.get(stacks.request)
         node = taking.waits_for.get(node_id) if taking is not None else None
         if taking is None or node is None:
             return
-        for stack in said.workers:
+        for stack in stacks.workers:
             if stack.rank in node.ranks:
                 taking.add(replace(stack, node_id=node_id), STACK_GROUPS)
-        if said.last:
-            taking.end(node_id, said.error)
+        if stacks.last:
+            taking.end(node_id, stacks.error)
 
     def note_gone(self, node_id: str) -> None:
         for taking in self._takings.values():

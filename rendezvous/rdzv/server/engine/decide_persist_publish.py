@@ -219,8 +219,8 @@ class Engine:
 
     async def _persist(self, job: Job, steps: Sequence[Step]) -> None:
         membership = steps[-1].after.membership
-        told = (row for step in steps for row in self._driver.history.rows(step.transition))
-        rows = (*job.pending, *told)
+        events = (row for step in steps for row in self._driver.history.rows(step.transition))
+        rows = (*job.pending, *events)
         try:
             with self._driver.metrics.committing():
                 swapped = self._store.compare_and_swap(job.rdzv_id, membership, job.revision, rows)

@@ -109,8 +109,8 @@ def refusing_strangers(listen: Listen) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        told = request.path not in ("/healthz", "/readyz", "/metrics", "/sd")
-        if told and listen.loopback and not _means_an_address(request.host):
+        is_checked = request.path not in ("/healthz", "/readyz", "/metrics", "/sd")
+        if is_checked and listen.loopback and not _means_an_address(request.host):
             raise InvalidRequestError(
                 f"this server listens on loopback, and was asked for by the name "
                 f"{request.host[:80]!r}; ask for 127.0.0.1, [::1] or localhost, or have the proxy "

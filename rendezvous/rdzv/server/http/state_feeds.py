@@ -252,18 +252,18 @@ class FleetFeed(Feed):
         gone: Set[str],
         fresh: Collection[Reader],
     ) -> None:
-        told, old = self._told[kind], self.readers.difference(fresh)
-        news = [row for name, row in rows.items() if told.get(name) != contents[name]]
-        told.update(contents)
+        sent, old = self._told[kind], self.readers.difference(fresh)
+        news = [row for name, row in rows.items() if sent.get(name) != contents[name]]
+        sent.update(contents)
         for readers, some in ((fresh, [*rows.values()]), (old, news)):
             for first in range(0, len(some) if readers else 0, ROWS):
                 away = self._server.driver.trouble or None
                 shown = {kind: some[first : first + ROWS], "store_away": away}
                 _put_all(readers, [frame(kind, as_json.document(shown, indent=None))])
                 await asyncio.sleep(0)
-        if gone := gone & told.keys():
+        if gone := gone & sent.keys():
             for name in gone:
-                del told[name]
+                del sent[name]
             _put_all(
                 old,
                 [
@@ -312,10 +312,10 @@ class JobFeed(Feed):
     async def _look(self, fresh: Collection[Reader]) -> None:
         old = self.readers.difference(fresh)
         status = await self._server.status(self._rdzv_id)
-        told = frame("job", as_json.document(status, indent=None))
-        if told != self._last:
-            _put_all(old, [told])
-            self._last = told
+        sent = frame("job", as_json.document(status, indent=None))
+        if sent != self._last:
+            _put_all(old, [sent])
+            self._last = sent
         turn = (status.run, self._server.driver.history.published_of(self._rdzv_id))
         if turn != self._turn or not self._events:
             rows = await self._server.history(self._rdzv_id, EVENTS)
@@ -325,7 +325,7 @@ class JobFeed(Feed):
             if written != self._events:
                 _put_all(old, [written])
                 self._events = written
-        _put_all(fresh, [BEGIN, told, self._events, READY])
+        _put_all(fresh, [BEGIN, sent, self._events, READY])
 
 
 def _put_all(readers: Iterable[Reader], frames: Sequence[bytes]) -> None:

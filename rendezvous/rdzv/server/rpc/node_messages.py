@@ -109,7 +109,7 @@ class NodeMessages:
             case report:
                 self._take(report, refuse)
 
-    def _take(self, said: Report, refuse: Refuse) -> None:
+    def _take(self, report: Report, refuse: Refuse) -> None:
         """Handle a report at once, so that it does not wait while the store is unavailable.
 
         A report about workers that arrives before the node's beliefs have been handled is handled
@@ -118,25 +118,25 @@ class NodeMessages:
 
         def record() -> None:
             try:
-                self._driver.reports.take(self._stream, said)
+                self._driver.reports.take(self._stream, report)
             except InvalidRequestError as error:
                 refuse(error)
 
-        if self._stream.greeted or not isinstance(said, _OF_WORKERS):
+        if self._stream.greeted or not isinstance(report, _OF_WORKERS):
             record()
-        elif not isinstance(said, Arrivals):
-            key = type(said), said.rdzv_id
+        elif not isinstance(report, Arrivals):
+            key = type(report), report.rdzv_id
             if key in self._early or len(self._early) < _EARLY * bounds.JOBS_PER_NODE:
                 self._early[key] = record
 
-    def _queue(self, said: Said) -> None:
-        if not isinstance(said, Holdings) and not self._allowance.take(self._clock.now_ms()):
+    def _queue(self, message: Said) -> None:
+        if not isinstance(message, Holdings) and not self._allowance.take(self._clock.now_ms()):
             raise LimitExceededError(
                 f"{self._stream.node_id} sends more than {COMMANDS_PER_SECOND} "
                 "commands a second; send fewer"
             )
         if self._inbox.qsize() < INBOX:
-            self._inbox.put_nowait(said)
+            self._inbox.put_nowait(message)
             return
         self._stream.close(
             LimitExceededError(
@@ -163,11 +163,11 @@ class NodeMessages:
         early, self._early = self._early, {}
         for record in early.values():
             record()
-        while (said := await self._inbox.get()) is not None:
-            if isinstance(said, Holdings):
-                await self._driver.reports.note_holdings(stream, said.holdings)
+        while (queued := await self._inbox.get()) is not None:
+            if isinstance(queued, Holdings):
+                await self._driver.reports.note_holdings(stream, queued.holdings)
             else:
-                await self._driver.commands.hear(stream, *said)
+                await self._driver.commands.hear(stream, *queued)
         stream.close()
 
     def _beliefs(self, messages: Sequence[pb.Belief]) -> Iterable[Belief]:

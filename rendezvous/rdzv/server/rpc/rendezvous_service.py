@@ -93,17 +93,23 @@ class RendezvousService(pb_grpc.RendezvousServicer):
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as limit:
                 with stream.calling_on_end(lambda: limit.reschedule(loop.time() + LAST_WRITE_S)):
-                    while told := await stream.outbox.take():
-                        await self._write_all(told, context, driver, stream)
+                    while announcements := await stream.outbox.take():
+                        await self._write_all(announcements, context, driver, stream)
 
     async def _write_all(
-        self, told: Sequence[Announcement], context: Context, driver: Driver, stream: Stream
+        self,
+        announcements: Sequence[Announcement],
+        context: Context,
+        driver: Driver,
+        stream: Stream,
     ) -> None:
         if not await self._replica.regain_word():
             # Another server may be leading by now, and may have sent a different state.
             unproven = "this server cannot prove that it leads"
             stream.close(RendezvousConnectionError(unproven))
-        for together in [told] if stream.takes_several else [[one] for one in told]:
+        for together in (
+            [announcements] if stream.takes_several else [[one] for one in announcements]
+        ):
             if stream.open:
                 now_ms = self._clock.now_ms()
                 message = wire.server_message(together, driver.leadership, VERSION, now_ms)

@@ -79,7 +79,7 @@ class Quarantine:
 
         def struck(now: Restrictions) -> Restrictions:
             reported, rules = self._driver.fleet.reported, self._driver.config.quarantine
-            daemons = [n for n, said in reported.items() if said.resources is not None]
+            daemons = [n for n, report in reported.items() if report.resources is not None]
             outcome = judge(now.quarantine, strike, rules, daemons, self._clock.now_ms())
             outcomes.append(outcome)
             known = outcome.record is now.quarantine

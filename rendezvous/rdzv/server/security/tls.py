@@ -69,20 +69,20 @@ class Tls:
 
     def grpc_credentials(self, *, asks: bool) -> grpc.ServerCredentials:
         """Return the credentials for a gRPC port; with `asks`, clients must send a certificate."""
-        told = self._now
+        fetched = self._now
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             """Return the current files for a handshake, or None if this port already has them."""
-            nonlocal told
+            nonlocal fetched
             with self._lock:
                 self._refresh()
-                if self._now is told:
+                if self._now is fetched:
                     return None
-                told = self._now
-                return told.grpc
+                fetched = self._now
+                return fetched.grpc
 
         # Returning None is allowed and means that nothing has changed.
-        return grpc.dynamic_ssl_server_credentials(told.grpc, fetch, asks)  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(fetched.grpc, fetch, asks)  # type: ignore[arg-type]
 
     def refresh(self) -> None:
         """Reload the files if they have changed; unusable files do not replace those in use."""

@@ -230,16 +230,18 @@ def missed(state: State, node_id: str, belief: Belief, now_ms: int) -> tuple[Ann
         return ()
     round_, seated = state.membership.round, node_id in state.seats
     current = seated and round_ is not None and round_.number == belief.round
-    told: list[Announcement] = []
+    announcements: list[Announcement] = []
     if belief.has_workers and belief.round is not None and not current:
         # This holds even if another instance has the seat: these workers belong to a round that is
         # over.
-        told.append(_seat_given_up(state.membership, node_id, belief.round))
+        announcements.append(_seat_given_up(state.membership, node_id, belief.round))
     if seated:
-        told.append(_about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief)))
+        announcements.append(
+            _about_its_seat(state.membership, node_id, now_ms, _reported_rank(belief))
+        )
     if node_id in state.waiting:
-        told.append(waiting(state, node_id, now_ms))
-    return tuple(told)
+        announcements.append(waiting(state, node_id, now_ms))
+    return tuple(announcements)
 
 
 def _reported_rank(belief: Belief) -> int | None:

@@ -82,7 +82,7 @@ class NodeCommands:
             def guard(state: State) -> None:
                 roles.refuse_stranger(stream.caller, state, stream.node_id)
 
-        said = ""
+        announced = ""
         while True:
             try:
                 return await self._driver.engine.submit(rdzv_id, command, guard)
@@ -90,9 +90,9 @@ class NodeCommands:
                 reason = str(error)
             except errors.RendezvousConnectionError as error:
                 reason = f"the server cannot store this node's report, and retries: {error}"
-            if reason != said:
+            if reason != announced:
                 stream.send(messages.Waiting(rdzv_id, reason))
-                said = reason
+                announced = reason
             await sleep_ms(self._driver.clock, STORE_RETRY_MS)
 
     async def insist_or_log(self, stream: Stream, rdzv_id: str, command: Command) -> None:
@@ -302,48 +302,48 @@ class Reports:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def take(self, stream: Stream, said: messages.Report) -> None:
+    def take(self, stream: Stream, report: messages.Report) -> None:
         """Handle a report, unless it is about another round than the job's live one."""
         if not self._driver.streams.is_current(stream):
             return
         node_id, driver = stream.node_id, self._driver
-        match said:
+        match report:
             case messages.LogPiece() | messages.NodeMetrics():
-                driver.requests.take(node_id, said)
+                driver.requests.take(node_id, report)
             case messages.Stacks():
-                driver.stacks.take_in(node_id, said)
+                driver.stacks.take_in(node_id, report)
             case messages.Health():
-                self._driver.fleet.note_health(node_id, said.failing)
+                self._driver.fleet.note_health(node_id, report.failing)
             case messages.Draining():
-                self._driver.fleet.note_draining(node_id, said)
+                self._driver.fleet.note_draining(node_id, report)
             case messages.Hung():
-                if (state := self._state_for(stream, said)) is not None:
-                    driver.hangs.take_report(state, node_id, said)
+                if (state := self._state_for(stream, report)) is not None:
+                    driver.hangs.take_report(state, node_id, report)
             case (
                 messages.Progress()
                 | messages.WorkersStarted()
                 | messages.SnapshotsHeld()
                 | messages.Arrivals()
             ):
-                state = self._state_for(stream, said)
+                state = self._state_for(stream, report)
                 if state is None:
                     return
-                if isinstance(said, messages.SnapshotsHeld):
-                    driver.snapshots.note(state, node_id, said, driver.clock.now_ms())
+                if isinstance(report, messages.SnapshotsHeld):
+                    driver.snapshots.note(state, node_id, report, driver.clock.now_ms())
                 else:
                     known = driver.rounds.script(state)
-                    changed = driver.rounds.note(state, node_id, said)
+                    changed = driver.rounds.note(state, node_id, report)
                     if driver.rounds.script(state) != known:
                         for waiting in state.waiting:
                             driver.streams.send_joined(state, waiting)
                     if not changed:
                         return
-                self._driver.watchers.job_progressed(said.rdzv_id)
+                self._driver.watchers.job_progressed(report.rdzv_id)
 
     def _state_for(
         self,
         stream: Stream,
-        said: messages.Progress
+        report: messages.Progress
         | messages.WorkersStarted
         | messages.SnapshotsHeld
         | messages.Arrivals
@@ -354,11 +354,11 @@ class Reports:
         Return None if the report is to be ignored: it comes too early or too late for the job's
         live round, or its node has no seat there.
         """
-        state = self._driver.jobs.peek(said.rdzv_id)
+        state = self._driver.jobs.peek(report.rdzv_id)
         round_ = state.membership.live_round if state is not None else None
-        if state is None or round_ is None or said.run != state.membership.run:
+        if state is None or round_ is None or report.run != state.membership.run:
             return None
-        if not isinstance(said, messages.SnapshotsHeld) and said.round != round_.number:
+        if not isinstance(report, messages.SnapshotsHeld) and report.round != round_.number:
             return None
         seat = state.seats.get(stream.node_id)
         return state if seat is not None and seat.incarnation == stream.incarnation else None

@@ -47,11 +47,11 @@ class StreamOutbox:
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def put(self, told: messages.Announcement) -> bool:
+    def put(self, announcement: messages.Announcement) -> bool:
         if len(self._waiting) >= self.limit:
             return False
-        self._waiting.append(told)
-        if not self._lingers or not isinstance(told, _PATIENT):
+        self._waiting.append(announcement)
+        if not self._lingers or not isinstance(announcement, _PATIENT):
             self._due.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._due.set)
@@ -74,10 +74,10 @@ class StreamOutbox:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        told, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
+        announcements, self._waiting = self._waiting[:AT_ONCE], self._waiting[AT_ONCE:]
         if not self._waiting:
             self._due.clear()
-        return told
+        return announcements
 
 
 class Stream:
@@ -114,15 +114,15 @@ class Stream:
     def open(self) -> bool:
         return not self._ended.done()
 
-    def send(self, told: messages.Announcement, *, again: bool = False) -> None:
+    def send(self, announcement: messages.Announcement, *, again: bool = False) -> None:
         """Queue a message, or do nothing if the stream has ended.
 
         A message that only repeats the previous one about its job is skipped unless `again` is set.
         If the outbox is full, the stream is closed.
         """
-        if not self.open or (self._repeats(told) and not again):
+        if not self.open or (self._repeats(announcement) and not again):
             return
-        if self.outbox.put(told):
+        if self.outbox.put(announcement):
             self._counts.add("rdzv_messages_sent_total")
         else:
             self.close(
@@ -132,14 +132,14 @@ class Stream:
                 )
             )
 
-    def _repeats(self, told: messages.Announcement) -> bool:
-        if isinstance(told, messages.Joined | messages.Closed | messages.Refused):
+    def _repeats(self, announcement: messages.Announcement) -> bool:
+        if isinstance(announcement, messages.Joined | messages.Closed | messages.Refused):
             # The node drops messages about a round that arrive before it knows the run.
-            self.forget(told.rdzv_id)
-        if not isinstance(told, Assignment | messages.RoundOver | messages.Waiting):
+            self.forget(announcement.rdzv_id)
+        if not isinstance(announcement, Assignment | messages.RoundOver | messages.Waiting):
             return False
-        repeated = self.last_announced.get(told.rdzv_id) == told
-        self.last_announced[told.rdzv_id] = told
+        repeated = self.last_announced.get(announcement.rdzv_id) == announcement
+        self.last_announced[announcement.rdzv_id] = announcement
         return repeated
 
     def forget(self, rdzv_id: str) -> None:
