@@ -22,6 +22,7 @@ from served import Served, served
 from rdzv.core.life.runs import vacant
 from rdzv.core.model import JobState, Tuning
 from rdzv.core.reason import Reason, ReasonItem
+from rdzv.ctl import live
 from rdzv.structs import as_dict, replace
 from rdzv.view.job_status import view
 
@@ -461,7 +462,7 @@ def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
             }""",
             [as_dict(one) for one in REASONS],
         )
-    later = [one.later(2_000) for one in REASONS]
+    later = [live.later(one, 2_000) for one in REASONS]
     assert aged == [[one.line, *map(str, one.items)] for one in later]
 
 

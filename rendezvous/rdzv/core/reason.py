@@ -71,19 +71,10 @@ class Reason:
             found[item.who] = f"{found[item.who]}; {item.why}" if item.who in found else item.why
         return found
 
-    def later(self, more_ms: int) -> Reason:
-        """Return the reason as it will be `more_ms` later."""
-        items = tuple(replace(i, left_ms=_less(i.left_ms, more_ms)) for i in self.items)
-        return replace(self, left_ms=_less(self.left_ms, more_ms), items=items)
-
     def without_times(self) -> Reason:
         """Return the reason without its deadlines, so that it changes only if other parts do."""
         items = tuple(replace(item, left_ms=None) for item in self.items)
         return replace(self, left_ms=None, items=items)
-
-
-def _less(left_ms: int | None, more_ms: int) -> int | None:
-    return None if left_ms is None else max(left_ms - more_ms, 0)
 
 
 def _line(text: str, then: str, left_ms: int | None) -> str:

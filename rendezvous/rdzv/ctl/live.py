@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from msgspec import Struct, structs
 
 from rdzv.core.reason import LAST_CALL
 from rdzv.core.words import counted, duration, listed
 from rdzv.ctl import as_text
 from rdzv.ctl.layout import Cell, Columns, Page, dim
-from rdzv.structs import replace
+from rdzv.structs import field_names
 from rdzv.view.answers import ENDED, Event, JobStatus
+
+T = TypeVar("T")
 
 FOOTER = "Ctrl-C ends this view, not the job"
 
@@ -44,25 +49,25 @@ _HERE = ("seated", "waiting", "stopping", "succeeded")
 # ------------------------------------------------------------------------------------ time
 
 
-def later(status: JobStatus, more_ms: int) -> JobStatus:
-    """Return a job's status as it will be `more_ms` later, if only its ages change."""
-    nodes = tuple(replace(n, state_age_ms=n.state_age_ms + more_ms) for n in status.nodes)
-    progress = tuple(replace(p, age_ms=p.age_ms + more_ms) for p in status.progress)
-    submission, failure = status.submission, status.last_failure
-    if submission is not None:
-        submission = replace(submission, age_ms=submission.age_ms + more_ms)
-    if failure is not None and failure.age_ms is not None:
-        failure = replace(failure, age_ms=failure.age_ms + more_ms)
-    return replace(
-        status,
-        nodes=nodes,
-        progress=progress,
-        submission=submission,
-        last_failure=failure,
-        reason=status.reason.later(more_ms),
-        state_age_ms=status.state_age_ms + more_ms,
-        run_age_ms=status.run_age_ms + more_ms,
-    )
+def later(value: T, more_ms: int) -> T:
+    """Return an answer as it will be `more_ms` later, if only its ages and deadlines change.
+
+    Ages are the fields whose names end in `age_ms`, and deadlines those that end in `left_ms`.
+    """
+    if isinstance(value, tuple):
+        return cast("T", tuple(later(one, more_ms) for one in value))
+    if not isinstance(value, Struct):
+        return value
+    changed: dict[str, object] = {}
+    for name in field_names(type(value)):
+        part = getattr(value, name)
+        if isinstance(part, int) and name.endswith("age_ms"):
+            changed[name] = part + more_ms
+        elif isinstance(part, int) and name.endswith("left_ms"):
+            changed[name] = max(part - more_ms, 0)
+        elif isinstance(part, tuple | Struct):
+            changed[name] = later(part, more_ms)
+    return cast("T", structs.replace(value, **changed))
 
 
 def whole_wait_ms(status: JobStatus, before: JobStatus | None, before_ms: int | None) -> int | None:

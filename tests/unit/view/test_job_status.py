@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from rdzv.core.commands import Decline, Place, Submit, Withdraw
+from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.model import (
     JobSpec,
     JobState,
@@ -19,7 +20,9 @@ from rdzv.core.model import (
     State,
 )
 from rdzv.core.reason import Reason, ReasonItem
+from rdzv.ctl import live
 from rdzv.structs import replace
+from rdzv.view.answers import WholeSnapshot
 from rdzv.view.job_status import node_views, view, waiting_reason
 from tests.support.builders import SETTINGS, Job, report, running
 
@@ -171,10 +174,23 @@ def test_a_reason_goes_on_while_nothing_happens() -> None:
     reason = view(survivor_away().state, 0).reason
     why, item = reason.items
     assert item.left_ms is not None and item.left_ms > 2_000
-    later = reason.later(2_000)
+    later = live.later(reason, 2_000)
     assert later.items == (why, replace(item, left_ms=item.left_ms - 2_000))
-    assert reason.later(86_400_000).items[1].left_ms == 0
+    assert live.later(reason, 86_400_000).items[1].left_ms == 0
     assert later != reason and later.without_times() == reason.without_times()
+
+
+def test_every_age_goes_on_while_nothing_happens() -> None:
+    straggler = Straggler(3, 5_000, late_ms=40.0)
+    status = replace(
+        view(one_of_two().state, 0),
+        stragglers=(straggler,),
+        snapshot=WholeSnapshot(0, 40, 2, 7_000, lost_steps=3),
+    )
+    later = live.later(status, 60_000)
+    assert later.stragglers == (replace(straggler, age_ms=65_000),)
+    assert later.snapshot == WholeSnapshot(0, 40, 2, 67_000, lost_steps=3)
+    assert later.state_age_ms == status.state_age_ms + 60_000
 
 
 def test_of_many_items_a_line_has_the_first_and_their_number() -> None:
