@@ -18,6 +18,7 @@ from rdzv.view.answers import ENDED, Event, JobStatus
 from rdzv.view.history import read
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Round, Run, following, name_present, runs_of
+from rdzv.view.sentences import one_line, started
 
 FIRST, LAST = 3, 5
 """How many of a long story's first and last rounds are shown in full; the rest are summarized."""
@@ -140,8 +141,8 @@ def _round(run: Run, round_: Round, page: Page, now_ms: int) -> list[tuple[int, 
         if round_ is run.rounds[0]:
             text += f", {duration(round_.at_ms - round_.since_ms)} after the first node joined"
         text += f": {counted(round_.workers, 'worker')} on {who}{round_.kept}."
-        if round_.started:
-            text += f" Its workers: {_sentence(round_.started)}"
+        if round_.starts is not None:
+            text += f" Its workers: {_sentence(one_line(started(round_.starts)))}"
         told.append((round_.at_ms, text))
     if round_.ended_ms is not None:
         told.append((round_.ended_ms, _end(run, round_)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rdzv.core import events
 from rdzv.view import history
 from rdzv.view.answers import Event, JobStatus
-from rdzv.view.sentences import failure, kept, one_line, started
+from rdzv.view.sentences import failure, kept, one_line
 
 
 @dataclass(slots=True)
@@ -46,8 +46,15 @@ class Round:
     them."""
     kept: str = ""
     """A description of the kept workers, or empty if none could be kept."""
-    started: str = ""
-    """A description of how it got its workers, or empty if no node has reported that."""
+    completed: history.RoundCompleted | None = None
+    starts: events.WorkersStarted | None = None
+    """How it got its workers, or None if no node has reported that."""
+    first_ms: int | None = None
+    """The time of its first step or, if none is reported, of its first collective."""
+    failed: list[history.WorkerFailed] = field(default_factory=list)
+    slow: list[events.RankStraggles] = field(default_factory=list)
+    gone: dict[str, str] = field(default_factory=dict)
+    """By node that went with the round: `was lost` or `left`, and why."""
     restarts: str = ""
     """The restarts spent by then, such as `1 of 3`, or empty if the nodes' own agents count them.
     """
@@ -115,7 +122,17 @@ def _note(run: Run, event: Event) -> None:
         case history.RoundCompleted():
             run.rounds.append(_completed(run, known, now_ms))
         case events.WorkersStarted():
-            _round(run, known.round).started = one_line(started(known))
+            _round(run, known.round).starts = known
+        case events.FirstStepMade():
+            _round(run, known.round).first_ms = now_ms - known.age_ms
+            run.happenings.append(event)
+        case events.FirstCollectiveMade():
+            round_ = _round(run, known.round)
+            round_.first_ms = round_.first_ms or now_ms - known.age_ms
+            run.happenings.append(event)
+        case events.RankStraggles():
+            _round(run, known.round).slow.append(known)
+            run.happenings.append(event)
         case history.RoundAdopted():
             run.rounds.append(Round(known.round, now_ms, now_ms, more=known.nodes, adopted=True))
         case history.RoundEnded():
@@ -127,6 +144,8 @@ def _note(run: Run, event: Event) -> None:
         case history.WorkerFailed():
             failed = run.suspects if known.suspect else run.failures
             failed.append((now_ms, failure(known)))
+            if not known.suspect:
+                _round(run, known.round).failed.append(known)
         case _:
             _note_node(run, known, now_ms)
             run.happenings.append(event)
@@ -141,7 +160,7 @@ def _note_node(run: Run, known: history.Kept | None, now_ms: int) -> None:
             _take_part(run, round_, known.node_id)
             round_.stopped_ms.setdefault(known.node_id, now_ms)
         case events.NodeLeft() | events.NodeLost():
-            _go(run, known.node_id, now_ms)
+            _go(run, known, now_ms)
 
 
 def node_of(event: Event) -> str | None:
@@ -158,7 +177,16 @@ def _completed(run: Run, known: history.RoundCompleted, now_ms: int) -> Round:
     since_ms = run.began_ms if last is None or last.ended_ms is None else last.ended_ms
     more = max(known.nodes - len(nodes), 0)
     which = one_line(kept(known))
-    return Round(known.round, since_ms, now_ms, nodes, more, known.world_size, kept=which)
+    return Round(
+        known.round,
+        since_ms,
+        now_ms,
+        nodes,
+        more,
+        known.world_size,
+        kept=which,
+        completed=known,
+    )
 
 
 def _round(run: Run, number: int) -> Round:
@@ -179,10 +207,12 @@ def _take_part(run: Run, round_: Round, node: str) -> None:
         round_.more = max(round_.more - 1, 0)
 
 
-def _go(run: Run, node: str, now_ms: int) -> None:
-    last = run.round
+def _go(run: Run, known: events.NodeLeft | events.NodeLost, now_ms: int) -> None:
+    last, node = run.round, known.node_id
     if last is not None and last.ended_ms is not None and node in last.nodes:
         last.stopped_ms.setdefault(node, now_ms)
+        how = "left" if isinstance(known, events.NodeLeft) else "was lost"
+        last.gone[node] = one_line(f"{how}: {known.reason}")
 
 
 def _end(round_: Round, known: history.RoundEnded, now_ms: int) -> None:

@@ -24,6 +24,20 @@ export const h = (tag, attributes, ...children) => fill(document.createElement(t
 export const s = (tag, attributes, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
+/** A card that shows its title, and `extra` beside it, until it is opened. */
+export const fold = (id, title, extra, ...children) =>
+  h("section", { class: "card wide fold", "aria-labelledby": id }, h("details", {}, h("summary", {}, h("h2", { id }, title), extra), ...children));
+
+/** Show names and values; those without a value are left out. */
+export function drawFacts(list, facts) {
+  keyed(list, facts.filter(([, value]) => value), ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
+  return list;
+}
+
+/** A table; with a `listed` one, a row becomes a short list, with the names of its values, where it is narrow. */
+export const table = (caption, heads, body, listed = true) =>
+  h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, h("table", { class: listed ? "listed" : null }, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, heads)), body));
+
 /** Set text only if it differs, to avoid disturbing a selection or a screen reader. */
 export function put(element, text) {
   const wanted = text === null || text === undefined ? "" : String(text);

@@ -1,9 +1,10 @@
 // The fleet: all jobs or all nodes, one per line.
 
-import { age, chip, h, icon, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
-import { bounds, bytes, counted, duration, orNone, reasonLine } from "./words.js";
+import { age, chip, h, icon, keyed, mark, put, table, tone, updateAge, updateChip } from "./dom.js";
+import { bounds, bytes, counted, itemLine, nodeMark, nodeNotes, orNone, reasonLine } from "./words.js";
 
 const PAGE = 200; // The number of rows drawn before the user scrolls down.
+const MOST_ITEMS = 2; // The number of things behind a job's reason that its row names.
 const MOST_JOBS = 6; // The number of a node's jobs in its row.
 
 const JOB_STATES = ["failed", "hangs", "queued", "joining", "stopping", "running", "stopped", "succeeded"];
@@ -16,21 +17,9 @@ const text = (a, b) => (a < b ? -1 : a > b ? 1 : 0);
 /** Return a job's state, or "hangs" if it is running without making progress. */
 const jobState = (job) => (job.hangs ? "hangs" : job.state);
 const jobReason = (job) => (job.hangs ? `hangs: ${job.hangs}` : reasonLine(job.reason.headline, job.reason, Date.now() - job.at));
+const jobItems = (job) => job.reason.items.slice(0, MOST_ITEMS).map((item) => itemLine(item, Date.now() - job.at)).join("\n");
 
-/** Return a node's state or, if nothing is placed on it, the reason in one word. */
-export function nodeState(node) {
-  if (node.state !== "connected" && node.state !== "gone") return node.state;
-  return (node.unhealthy && "unhealthy") || (node.quarantine && "quarantined") || node.drain || (node.cordoned ? "cordoned" : node.state);
-}
-
-export function nodeNote(node) {
-  const notes = [];
-  if (node.unhealthy) notes.push(`unhealthy: ${node.unhealthy}`);
-  if (node.drain) notes.push(`${node.drain}: ${node.drain_reason || "no reason was given"}${node.drain_left_ms ? `, ${duration(node.drain_left_ms)} left` : ""}`);
-  if (node.cordoned) notes.push(`cordoned: ${node.cordon_reason || "no reason was given"}`);
-  if (node.quarantine) notes.push(`quarantined: ${node.quarantine}`);
-  return notes.join("; ");
-}
+const nodeState = (node) => nodeMark(node)[0];
 
 /** The columns of a table of jobs or nodes: titles, sort keys, and functions that create and update cells. */
 const JOBS = {
@@ -60,7 +49,8 @@ const JOBS = {
       world: h("td", { class: "n", "data-of": "workers" }),
       restarts: h("td", { class: "n", "data-of": "restarts" }),
       age: age(job.since),
-      reason: h("td", { class: "why" }),
+      reason: h("span"),
+      items: h("small", { class: "dim" }),
     };
     const row = h(
       "tr",
@@ -72,7 +62,7 @@ const JOBS = {
       cells.world,
       cells.restarts,
       h("td", { class: "n", "data-of": "for" }, cells.age),
-      cells.reason,
+      h("td", { class: "why" }, cells.reason, cells.items),
     );
     row.cells_ = cells;
     return row;
@@ -91,10 +81,11 @@ const JOBS = {
     put(cells.restarts, budget);
     mark(cells.restarts, "data-tone", job.restarts > 0 ? "warn" : null);
     updateAge(cells.age, job.since);
-    put(cells.reason, jobReason(job));
+    JOBS.tick(row);
   },
-  tick(row) {
-    put(row.cells_.reason, jobReason(row.job));
+  tick({ cells_: cells, job }) {
+    put(cells.reason, jobReason(job));
+    put(cells.items, jobItems(job));
   },
 };
 
@@ -154,8 +145,9 @@ const NODES = {
     updateAge(cells.age, node.since);
     put(cells.address, orNone(node.address));
     put(cells.program, [node.program, node.agent_version].filter(Boolean).join(" ") || "–");
-    put(cells.note, nodeNote(node));
+    NODES.tick(row);
   },
+  tick: ({ cells_: cells, node }) => put(cells.note, nodeNotes(node).join("; ")),
 };
 
 export function drawJobsOf(parent, jobs) {
@@ -196,18 +188,18 @@ export class FleetView {
   }
 
   build() {
-    const table = this.table;
+    const kind = this.table;
     this.search = h("input", {
       type: "search",
       id: "search",
-      placeholder: `Filter ${table.title.toLowerCase()}`,
-      "aria-label": `Filter ${table.title.toLowerCase()} by name, state or reason`,
+      placeholder: `Filter ${kind.title.toLowerCase()}`,
+      "aria-label": `Filter ${kind.title.toLowerCase()} by name, state or reason`,
       autocomplete: "off",
       spellcheck: "false",
       oninput: () => this.redraw(),
     });
     this.tallies = h("div", { class: "tallies", role: "group", "aria-label": "Show only these states" });
-    this.heads = table.columns.map((column) => {
+    this.heads = kind.columns.map((column) => {
       const button = column.sort
         ? h("button", { type: "button", onclick: () => this.sort(column) }, column.name)
         : column.name;
@@ -220,19 +212,9 @@ export class FleetView {
     this.element = h(
       "section",
       { "aria-labelledby": "title", class: `fleet ${this.kind}` },
-      h("div", { class: "head" }, h("h1", { id: "title" }, table.title), this.tallies, this.search),
+      h("div", { class: "head" }, h("h1", { id: "title" }, kind.title), this.tallies, this.search),
       this.empty,
-      h(
-        "div",
-        { class: "scroll" },
-        h(
-          "table",
-          {},
-          h("caption", { class: "unseen" }, `${table.title}, one a row; a column's title sorts`),
-          h("thead", {}, h("tr", {}, this.heads)),
-          this.body,
-        ),
-      ),
+      table(`${kind.title}, one a row; a column's title sorts`, this.heads, this.body),
       h("div", { class: "below" }, this.count, this.more),
     );
     this.seen = new IntersectionObserver((found) => found.some((one) => one.isIntersecting) && this.showMore(), {
@@ -342,6 +324,6 @@ export class FleetView {
   }
 
   tick() {
-    if (this.table.tick) for (const row of this.body.children) this.table.tick(row);
+    for (const row of this.body.children) this.table.tick(row);
   }
 }

@@ -1,6 +1,6 @@
 // One job: its state and the reason for it, its nodes and workers, its rounds, and its logs.
 
-import { age, chip, fillAnew, h, icon, keyed, mark, put, shape, tell, tone, updateAge, updateChip } from "./dom.js";
+import { age, chip, drawFacts, fillAnew, fold, h, icon, keyed, mark, put, shape, table, tell, tone, updateAge, updateChip } from "./dom.js";
 import { nodeLink } from "./fleet.js";
 import { Ledger } from "./ledger.js";
 import { LogView } from "./logs.js";
@@ -49,6 +49,7 @@ function grafanaLink(name) {
   return h("a", { class: "grafana", href, rel: "noreferrer" }, "Grafana");
 }
 
+const DAY = 86_400_000; // In ms: what is longer ago is shown with its date.
 const COMPACT = 64; // With more nodes than this, a tile shows only its rank.
 
 export class JobView {
@@ -63,54 +64,51 @@ export class JobView {
   build() {
     this.chip = chip("joining");
     this.age = age(null);
+    this.clock = h("span");
+    this.since = h("span", { class: "dim" }, "for ", this.age, ", since ", this.clock);
     this.reason = h("p", { class: "reason" });
     this.items = h("ul", { class: "items" });
     this.facts = h("dl", { class: "facts" });
     this.missing = h("p", { class: "empty" }, "Waiting for the server.");
-    this.grid = h("div", { class: "grid", role: "list", "aria-label": "Nodes by GROUP_RANK; arrow keys move", onkeydown: (event) => this.move(event) });
+    this.grid = h("div", { class: "grid", role: "group", "aria-label": "Nodes by GROUP_RANK; arrow keys move", onkeydown: (event) => this.move(event) });
     this.others = h("ul", { class: "others" });
-    this.legend = h("p", { class: "legend" });
-    this.rounds = new Rounds();
-    this.ledger = new Ledger(this.name);
+    this.spares = h("ul", { class: "others" });
+    this.legend = h("span", { class: "legend" });
+    this.runs = h("span", { class: "dim" });
+    this.rounds = new Rounds(this.name);
+    this.ledger = new Ledger(this.name, () => this.rounds.readPicture());
     this.failure = h("section", { class: "card failure", "aria-labelledby": "failure", hidden: true });
     this.progress = new Progress();
-    this.submission = h("section", { class: "card", "aria-labelledby": "submission", hidden: true });
+    this.more = h("dl", { class: "facts" });
+    this.submission = h("div");
     this.stacks = new Stacks(this.name);
     this.hanging = null;
     this.logs = new LogView(this.name);
     this.history = h("tbody");
-    this.historyCount = h("span");
+    this.historyCount = h("span", { class: "dim" });
+    const heads = ["Time", "Event", "What"].map((head) => h("th", { scope: "col" }, head));
     this.content = h(
       "div",
       { class: "cards", hidden: true },
-      h(
-        "section",
-        { class: "card wide", "aria-labelledby": "nodes" },
-        h("h2", { id: "nodes" }, "Nodes"),
-        this.legend,
-        this.others,
-        this.grid,
-      ),
       this.failure,
       this.progress.element,
+      this.ledger.cost,
+      this.rounds.card,
+      fold("nodes", "Nodes", this.legend, this.spares, this.grid),
       this.stacks.element,
+      this.logs.element,
       this.ledger.element,
       this.rounds.element,
-      this.logs.element,
-      this.submission,
-      h(
-        "section",
-        { class: "card wide", "aria-labelledby": "history" },
-        h("h2", { id: "history" }, "History"),
-        h("details", {}, h("summary", {}, this.historyCount), h("div", { class: "scroll" }, h("table", { class: "history" }, h("caption", { class: "unseen" }, "What has happened, newest first"), this.history))),
-      ),
+      fold("run", "Run", this.runs, this.more, this.submission),
+      fold("history", "History", this.historyCount, table("What has happened, newest first", heads, this.history)),
     );
     this.element = h(
       "article",
       { class: "job", "aria-labelledby": "title" },
-      h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, h("span", { class: "dim" }, "for ", this.age), grafanaLink(this.name)),
+      h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, this.since, grafanaLink(this.name)),
       this.reason,
       this.items,
+      this.others,
       this.facts,
       this.missing,
       this.content,
@@ -134,7 +132,7 @@ export class JobView {
     this.missing.hidden = there;
     this.content.hidden = !there;
     mark(this.chip, "hidden", there ? null : "");
-    this.age.parentElement.hidden = !there;
+    this.since.hidden = !there;
     if (!job) {
       tell(this.missing, stream.unknown ? `${stream.error.message}.` : "Waiting for the server.");
       return;
@@ -144,14 +142,15 @@ export class JobView {
       this.announce(job);
       updateChip(this.chip, job.state);
       updateAge(this.age, job.since);
+      put(this.clock, job.state_age_ms < DAY ? clock(job.since) : moment(job.since));
       mark(this.element, "data-tone", tone(job.state));
       this.drawFacts(job);
       this.drawNodes(job);
       this.drawItems(job);
       this.progress.draw(stream.events, job);
+      this.logs.note(job);
       this.drawFailure(job);
       this.drawSubmission(job);
-      this.logs.note(job);
     }
     this.tick();
     if (whats.has("events") || whats.has("ready") || whats.has("all")) {
@@ -168,7 +167,8 @@ export class JobView {
     const more = Date.now() - job.at;
     tell(this.reason, reasonLine(job.reason.headline, job.reason, more) || "The server gives no reason.");
     for (const element of this.items.children) put(element, itemLine(element.item, more));
-    for (const element of this.others.children) put(element.lastChild, element.items.map((item) => reasonLine(item.cause, item, more)).join("; "));
+    for (const element of [...this.others.children, ...this.spares.children]) put(element.lastChild, element.items.map((item) => reasonLine(item.cause, item, more)).join("; "));
+    this.progress.tick();
     this.rounds.tick();
     this.ledger.tick();
   }
@@ -192,34 +192,35 @@ export class JobView {
 
   drawFacts(job) {
     const here = job.nodes.filter((node) => ["seated", "stopping", "succeeded", "away"].includes(node.state) && node.group_rank !== null).length;
-    const facts = [
+    drawFacts(this.facts, [
       ["Nodes", `${here} of ${bounds(job)}`],
-      ["Round", orNone(job.round, "none yet")],
-      ["WORLD_SIZE", orNone(job.world_size)],
-      ...(origins(job) ? [["Workers", origins(job) + (job.source === null ? "" : `, from step ${job.resume_step} of RANK ${job.source}`)]] : []),
-      ["Restarts", job.max_restarts === null ? "counted by the nodes" : `${job.restarts} of ${job.max_restarts}`],
-      ...(job.budgets?.preemptions ? [["Lost or left", spent(job.budgets.preemptions, job.budgets.max_preemptions)]] : []),
-      ...(job.budgets?.store_failures ? [["Store hosts failed", spent(job.budgets.store_failures, job.budgets.max_store_failures)]] : []),
+      ["Restarts", job.max_restarts === null ? "counted by the nodes" : spent(job.restarts, job.max_restarts)],
+      ["Workers", origins(job) && origins(job) + (job.source === null ? "" : `, from step ${job.resume_step} of RANK ${job.source}`)],
+      ["Lost or left", job.budgets?.preemptions ? spent(job.budgets.preemptions, job.budgets.max_preemptions) : ""],
+      ["Store hosts failed", job.budgets?.store_failures ? spent(job.budgets.store_failures, job.budgets.max_store_failures) : ""],
       ...(job.snapshot ? snapshots(job) : []),
-      ...(job.stragglers.length ? [["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")]] : []),
-      ["Run", `${orNone(job.run_number)} (${orNone(job.run)})`],
-      ["Run began", moment(job.at - job.run_age_ms)],
+      ["Straggling", job.stragglers.map((one) => `RANK ${one.rank} (${slowness(one)})`).join("; ")],
+      ["Back-end", job.backend === "rdzv" ? "" : `${job.backend}, only watched`],
+    ]);
+    put(this.runs, `${orNone(job.run_number)}, round ${orNone(job.round, "none yet")}, WORLD_SIZE ${orNone(job.world_size)}`);
+    drawFacts(this.more, [
+      ["Began", moment(job.at - job.run_age_ms)],
+      ["Identifier", orNone(job.run)],
       ["MASTER", job.master_addr ? `${job.master_addr}:${job.master_port}` : "–"],
-      ...(job.backend === "rdzv" ? [] : [["Back-end", `${job.backend}, only watched`]]),
-    ];
-    keyed(this.facts, facts, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
+    ]);
   }
 
   drawNodes(job) {
     const seated = job.nodes.filter((node) => node.group_rank !== null);
-    // Nodes that are stopping together do so for the job's own reason.
-    const others = job.nodes.filter((node) => node.group_rank === null || node.state === "away" || node.state === "lost");
+    // Nodes that are stopping together do so for the job's own reason, and a spare is no trouble.
+    const spares = job.nodes.filter((node) => node.state === "spare");
+    const others = job.nodes.filter((node) => node.state !== "spare" && (node.group_rank === null || node.state === "away" || node.state === "lost"));
     this.grid.classList.toggle("compact", seated.length > COMPACT);
     keyed(
       this.grid,
       seated,
       (node) => node.group_rank,
-      () => h("a", { role: "listitem", class: "tile", tabindex: "-1" }, icon("seated"), h("b"), h("span", { class: "id" }), h("small")),
+      () => h("a", { class: "tile", tabindex: "-1" }, icon("seated"), h("b"), h("span", { class: "id" }), h("small")),
       (element, node) => {
         const from = origins(node);
         const told = `${node.node_id} ${node.state} ${node.rank_first} ${node.local_world_size} ${from}`;
@@ -243,9 +244,14 @@ export class JobView {
     const tally = new Map();
     for (const node of job.nodes) tally.set(node.state, (tally.get(node.state) || 0) + 1);
     keyed(this.legend, [...tally], ([state]) => state, ([state]) => h("span", { class: "chip", "data-tone": tone(state) }, icon(state), h("span")), (element, [state, count]) => put(element.lastChild, `${count} ${state}`));
+    for (const [list, some] of [[this.others, others], [this.spares, spares]]) this.drawList(list, some, job);
+  }
+
+  /** List nodes, each with why it is in its state. */
+  drawList(list, nodes, job) {
     keyed(
-      this.others,
-      others,
+      list,
+      nodes,
       (node) => node.node_id,
       (node) => h("li", {}, chip(node.state), h("a", { href: nodeLink(node.node_id) }, node.node_id), h("span", { class: "dim" }, age(node.at)), h("span", { class: "why" })),
       (element, node) => {
@@ -255,12 +261,12 @@ export class JobView {
         updateAge(element.children[2].firstChild, job.at - node.state_age_ms);
       },
     );
-    this.others.hidden = !others.length;
+    list.hidden = !nodes.length;
   }
 
   /** Show the items of the reason, except those that stand beside their nodes. */
   drawItems(job) {
-    const shown = new Set([...this.others.children].map((element) => element.name));
+    const shown = new Set([...this.others.children, ...this.spares.children].map((element) => element.name));
     const items = job.reason.items.filter((item) => !shown.has(item.who));
     keyed(this.items, items, (item) => `${item.who} ${item.state} ${item.cause}`, () => h("li"), (element, item) => (element.item = item));
     this.items.hidden = !items.length;
@@ -296,12 +302,14 @@ export class JobView {
     fillAnew(
       this.failure,
       h("h2", { id: "failure" }, "Last failure ", h("small", {}, this.failedAge, " ago")),
-      h("p", { class: "cause" }, icon("failed"), h("b", {}, `RANK ${root.rank}`), ` on `, h("a", { href: nodeLink(root.node_id) }, root.node_id), ` (LOCAL_RANK ${root.local_rank}${root.pid ? `, pid ${root.pid}` : ""}${how ? `, ${how}` : ""})`),
+      h("p", { class: "cause" }, icon("failed"), h("b", {}, `RANK ${root.rank}`), " on ", h("a", { href: nodeLink(root.node_id) }, root.node_id), ` (LOCAL_RANK ${root.local_rank}${root.pid ? `, pid ${root.pid}` : ""}${how ? `, ${how}` : ""})`),
       root.message && JSON.stringify(job.reason).includes(JSON.stringify(root.message).slice(1, -1)) ? null : h("p", { class: "message" }, root.message || "it left no message"),
-      root.traceback ? h("pre", { class: "trace", tabindex: "0", "aria-label": "Traceback" }, root.traceback) : h("p", { class: "dim" }, "No traceback: put torch's @record on main."),
+      root.traceback ? null : h("p", { class: "dim" }, "No traceback: put torch's @record on main."),
+      root.traceback ? h("details", {}, h("summary", {}, "Traceback"), h("pre", { class: "trace", tabindex: "0", "aria-label": "Traceback" }, root.traceback)) : null,
       failure.others.length
         ? h("details", {}, h("summary", {}, `${counted(failure.others.length, "worker")} failed beside it`), h("ul", {}, failure.others.map((one) => h("li", {}, `RANK ${one.rank} on ${one.node_id}: ${one.message || ""}`))))
         : null,
+      this.logs.element.hidden ? null : h("p", {}, h("button", { type: "button", onclick: () => this.logs.show(root.rank, this.rounds.failed()?.number) }, "Read its log")),
     );
   }
 
@@ -317,17 +325,17 @@ export class JobView {
       ["By", orNone(has.submitted_by)],
       ["At", moment(job.at - has.age_ms)],
       ["Priority", String(has.priority)],
-      ...(has.gpus_per_node === null ? [] : [["GPUs a node", String(has.gpus_per_node)]]),
+      ["GPUs a node", orNone(has.gpus_per_node, "")],
       ["Labels", labels.join(", ") || "none"],
       ["Folder", orNone(has.chdir, "the node's own")],
       ["Placed on", has.placed.join(", ") || "no node yet"],
-      ...(has.jobs_before === null ? [] : [["Before it", counted(has.jobs_before, "job")]]),
+      ["Before it", has.jobs_before === null ? "" : counted(has.jobs_before, "job")],
     ];
     fillAnew(
       this.submission,
-      h("h2", { id: "submission" }, "Submitted"),
+      h("h3", {}, "Submitted"),
       h("pre", { class: "args", tabindex: "0", "aria-label": "Arguments" }, has.args.join(" ")),
-      h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
+      drawFacts(h("dl", { class: "facts" }), facts),
       has.declined.length ? h("ul", { class: "others" }, has.declined.map((one) => h("li", {}, `${one.node_id} declined: ${one.reason}`))) : null,
     );
   }

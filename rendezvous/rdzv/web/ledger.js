@@ -1,6 +1,6 @@
 // How a run spent its time: a band over time, and a table with the same data.
 
-import { fillAnew, h, keyed, mark, put, s } from "./dom.js";
+import { fillAnew, fold, h, keyed, mark, put, s, table } from "./dom.js";
 import { requestLedger } from "./requests.js";
 import { clock, counted, hours, moment, orNone, took } from "./words.js";
 
@@ -30,9 +30,12 @@ function about(one) {
 }
 
 export class Ledger {
-  constructor(name) {
+  /** `alongside` reads what else follows from the history, whenever the ledger is read. */
+  constructor(name, alongside) {
     this.name = name;
-    this.share = h("p", {});
+    this.alongside = alongside;
+    this.share = h("p", { class: "big" });
+    this.trained = h("p", { class: "dim" });
     this.note = h("p", { class: "dim" });
     this.runs = h("select", { "aria-label": "Run", onchange: () => this.choose() });
     this.band = s("svg", { class: "band", viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", role: "img", "aria-label": "Phases over time; the table below says the same" });
@@ -40,18 +43,10 @@ export class Ledger {
     this.rows = h("tbody");
     this.costs = h("ul", { class: "others" });
     this.comebacks = h("p", { class: "dim" });
-    this.element = h(
-      "section",
-      { class: "card wide ledger", "aria-labelledby": "ledger", hidden: true },
-      h("h2", { id: "ledger" }, "Where the time went ", this.runs),
-      this.share,
-      this.note,
-      this.band,
-      this.ends,
-      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Time by phase"), h("thead", {}, h("tr", {}, ["Phase", "Time", "Share"].map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head)))), this.rows)),
-      this.costs,
-      this.comebacks,
-    );
+    this.cost = h("section", { class: "card cost", "aria-labelledby": "cost", hidden: true }, h("h2", { id: "cost" }, "Cost so far"), this.share, this.trained, this.costs);
+    const heads = ["Phase", "Time", "Share"].map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head));
+    this.element = fold("ledger", "Where the time went", null, this.runs, this.note, this.band, this.ends, table("Time by phase", heads, this.rows, false), this.comebacks, h("p", { class: "dim" }, h("a", { href: "#/report" }, "What changes would have saved"), ", in all jobs."));
+    this.element.hidden = true;
     this.number = null; // The last run, until another is selected.
     this.seen = "";
   }
@@ -88,9 +83,10 @@ export class Ledger {
       const answer = await requestLedger(this.name, this.number);
       const told = await answer.json();
       if (!this.closed) {
-        this.element.hidden = !answer.ok;
+        this.cost.hidden = this.element.hidden = !answer.ok;
         if (answer.ok) this.show(told);
       }
+      await this.alongside();
     } catch {
       // The line above shows that the server is away; it is asked again once it is back.
       this.seen = "";
@@ -111,7 +107,7 @@ export class Ledger {
     if (!ledger.steps_reported && ledger.phases.training) notes.push("No progress is reported: training counts from the first collective or, where none is recorded, from the start of the workers, so the share of training is an upper bound.");
     if (ledger.run_number === null) notes.push("The beginning of this run is no longer in the history, so it is not counted.");
     put(this.note, notes.join(" "));
-    const costs = ledger.costs.slice(0, 5);
+    const costs = ledger.costs.slice(0, 3);
     fillAnew(
       this.costs,
       costs.map((cost) => h("li", {}, h("b", {}, `${cost.cause || "the start"}${cost.node_id ? ` on ${cost.node_id}` : ""}`), h("span", { class: "dim" }, `${cost.cause ? `${times(cost.times)}, ` : ""}${took(cost.ms)}, ${hours(cost.node_ms)} node-hours`))),
@@ -137,7 +133,9 @@ export class Ledger {
     const whole = ledger.wall_ms + more;
     const percent = (ms) => (whole ? `${((100 * ms) / whole).toFixed(1)} %` : "–");
     const most = !ledger.steps_reported && phases.training ? "at most " : "";
-    put(this.share, `Goodput ${most}${percent(phases.training)}: ${took(phases.training)} of ${took(whole)} were training.${ledger.steps_redone ? ` ${counted(ledger.steps_redone, "step")} redone.` : ""}`);
+    put(this.share, `Goodput ${most}${percent(phases.training)}`);
+    const lost = ledger.costs.reduce((sum, cost) => sum + cost.node_ms, 0);
+    put(this.trained, `${took(phases.training)} of ${took(whole)} were training; ${hours(lost)} node-hours were not.${ledger.steps_redone ? ` ${counted(ledger.steps_redone, "step")} redone.` : ""}`);
     const scale = whole ? WIDE / whole : 0;
     keyed(
       this.band,

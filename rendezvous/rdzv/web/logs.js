@@ -1,6 +1,6 @@
 // The output of a job's workers: the end of it, or new output as it arrives.
 
-import { h, put } from "./dom.js";
+import { fold, h, put } from "./dom.js";
 import { requestLogs } from "./requests.js";
 
 const MOST = 400000; // The number of characters kept from a followed log.
@@ -27,7 +27,8 @@ export class LogView {
       (this.button = h("button", { type: "submit" }, "Read")),
     );
     this.follow.addEventListener("change", () => this.read());
-    this.element = h("section", { class: "card wide logs", "aria-labelledby": "logs" }, h("h2", { id: "logs" }, "Logs"), this.form, this.said, this.text);
+    this.element = fold("logs", "Logs", null, this.form, this.said, this.text);
+    this.element.classList.add("logs");
     this.text.hidden = true;
     // Nodes are queried only when the user opens the logs.
     this.seen = new IntersectionObserver((found) => {
@@ -46,7 +47,17 @@ export class LogView {
   /** Hide the logs of a watched job, which has none here, and of a job without a round, which has none yet. */
   note(job) {
     this.element.hidden = job.backend !== "rdzv" || job.round === null;
-    if (!this.element.hidden && !this.reading) this.seen.observe(this.element);
+    if (!this.element.hidden && !this.reading) this.seen.observe(this.form);
+  }
+
+  /** Open the log of one RANK in a round. */
+  show(rank, round) {
+    this.rank.value = rank;
+    this.round.value = round ?? "";
+    this.element.firstChild.open = true;
+    this.element.scrollIntoView();
+    this.seen.disconnect();
+    this.read();
   }
 
   async read(event) {

@@ -1,9 +1,9 @@
 // One node, across its jobs: its state, the jobs running on it, and its history.
 
-import { age, chip, fillAnew, h, keyed, mark, put, tone, updateAge, updateChip } from "./dom.js";
-import { drawJobsOf, jobLink, nodeNote, nodeState, resourcesOf } from "./fleet.js";
+import { age, chip, drawFacts, fillAnew, h, keyed, mark, put, table, tone, updateAge, updateChip } from "./dom.js";
+import { drawJobsOf, jobLink, resourcesOf } from "./fleet.js";
 import { requestNodeEvents } from "./requests.js";
-import { bytes, moment, orNone } from "./words.js";
+import { bytes, moment, nodeMark, nodeNotes, orNone } from "./words.js";
 
 const PAGE = 25; // The number of events drawn before the user asks for more.
 const BAD = ["WorkerFailed", "NodeLost", "NodeDeclined", "WorkersHang", "NodeQuarantined", "NodeStuck", "RoundEnded", "RoundSettled"];
@@ -15,6 +15,8 @@ export class NodeView {
     this.age = age(null);
     this.for = h("span", { class: "dim" }, "for ", this.age);
     this.missing = h("p", { class: "empty" }, "Waiting for the server.");
+    this.why = h("p", { class: "reason" }, "No submitted job is placed on it.");
+    this.items = h("ul", { class: "items" });
     this.facts = h("dl", { class: "facts" });
     this.jobs = h("div", { class: "joblist" });
     this.none = h("p", { class: "dim" }, "It is in no job.");
@@ -23,7 +25,7 @@ export class NodeView {
       "section",
       { class: "card", "aria-labelledby": "gpus" },
       h("h2", { id: "gpus" }, "GPUs"),
-      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["#", "Name", "Memory", "UUID"].map((name, at) => h("th", { scope: "col", class: at % 2 ? null : "n" }, name)))), this.gpus)),
+      table("GPUs by number", ["#", "Name", "Memory", "UUID"].map((name, at) => h("th", { scope: "col", class: at % 2 ? null : "n" }, name)), this.gpus),
     );
     this.bad = h("input", { id: "bad", type: "checkbox", onchange: () => this.drawPast() });
     this.again = h("button", { type: "button", onclick: () => this.read() }, "Read what is kept");
@@ -35,13 +37,13 @@ export class NodeView {
       h("h2", { id: "past" }, "What has happened here"),
       h("div", { class: "fields" }, h("label", { class: "check", for: "bad" }, this.bad, "only what went wrong"), this.again),
       this.said,
-      h("div", { class: "scroll" }, h("table", { class: "history" }, h("caption", { class: "unseen" }, "Newest first"), this.past)),
+      table("What has happened, newest first", ["Time", "Job", "Event", "What"].map((name) => h("th", { scope: "col" }, name)), this.past),
     );
-    this.more = h("button", { type: "button", class: "more", onclick: () => this.drawPast(this.most + PAGE) });
+    this.more = h("button", { type: "button", class: "more", hidden: true, onclick: () => this.drawPast(this.most + PAGE) });
     this.pastCard.append(this.more);
     this.events = [];
     this.content = h("div", { class: "cards" }, h("section", { class: "card", "aria-labelledby": "jobs" }, h("h2", { id: "jobs" }, "Jobs"), this.none, this.jobs), this.gpuCard);
-    this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.facts, this.content, h("div", { class: "cards" }, this.pastCard));
+    this.element = h("article", { class: "node", "aria-labelledby": "title" }, h("div", { class: "head" }, h("h1", { id: "title" }, name), this.chip, this.for), this.missing, this.why, this.items, this.facts, this.content, h("div", { class: "cards" }, this.pastCard));
   }
 
   close() {
@@ -81,6 +83,12 @@ export class NodeView {
     return `${this.name} · rdzv`;
   }
 
+  tick() {
+    const notes = this.node ? nodeNotes(this.node) : [];
+    this.why.hidden = this.items.hidden = !notes.length;
+    keyed(this.items, notes.entries(), ([at]) => at, () => h("li"), (element, [, note]) => put(element, note));
+  }
+
   draw(stream) {
     const node = stream.nodes.get(this.name);
     this.missing.hidden = Boolean(node);
@@ -91,24 +99,24 @@ export class NodeView {
     // Nothing is requested for an unknown node, because its name may be invalid.
     if (!this.node) this.read();
     this.node = node;
-    updateChip(this.chip, nodeState(node));
-    mark(this.element, "data-tone", tone(nodeState(node)));
+    const [state] = nodeMark(node);
+    updateChip(this.chip, state);
+    mark(this.element, "data-tone", tone(state));
+    this.tick();
     updateAge(this.age, node.since);
     const labels = Object.entries(node.resources?.labels || {}).map(([name, value]) => `${name}=${value}`);
-    const facts = [
+    drawFacts(this.facts, [
       ["Address", orNone(node.address)],
       ["Program", [node.program, node.agent_version].filter(Boolean).join(" ") || "–"],
       ["Has", resourcesOf(node)],
-      ...(node.resources?.gpus.length ? [["GPUs free", String(node.gpus_free)]] : []),
-      ...(labels.length ? [["Labels", labels.join(", ")]] : []),
-      ...(node.resources?.topology ? [["Topology", node.resources.topology]] : []),
-      ...(nodeNote(node) ? [["Takes no jobs", nodeNote(node)]] : []),
-    ];
-    keyed(this.facts, facts, ([name]) => name, ([name]) => h("div", {}, h("dt", {}, name), h("dd")), (element, [, value]) => put(element.lastChild, value));
+      ["GPUs free", node.resources?.gpus.length ? String(node.gpus_free) : ""],
+      ["Labels", labels.join(", ")],
+      ["Topology", node.resources?.topology],
+    ]);
     drawJobsOf(this.jobs, node.jobs);
     this.none.hidden = node.jobs.length > 0;
     const gpus = node.resources?.gpus || [];
     this.gpuCard.hidden = !gpus.length;
-    keyed(this.gpus, gpus.map((gpu, at) => ({ ...gpu, at })), (gpu) => gpu.uuid, (gpu) => h("tr", {}, h("td", { class: "n" }, gpu.at), h("td", {}, orNone(gpu.name)), h("td", { class: "n" }, bytes(gpu.memory_bytes)), h("td", { class: "mono" }, gpu.uuid)), () => {});
+    keyed(this.gpus, gpus.map((gpu, at) => ({ ...gpu, at })), (gpu) => gpu.uuid, (gpu) => h("tr", {}, h("td", { class: "n", "data-of": "GPU" }, gpu.at), h("td", {}, orNone(gpu.name)), h("td", { class: "n" }, bytes(gpu.memory_bytes)), h("td", { class: "mono" }, gpu.uuid)), () => {});
   }
 }

@@ -5,6 +5,7 @@ import { clock, counted, moment, rankList } from "./words.js";
 
 const WIDE = 1000;
 const HIGH = 120;
+const STEADY = 60000; // In ms: after this, and after several steps, the rate of a silent worker is not shown.
 const DEEP = 40; // The height of the bars for steps behind.
 
 /** Return a run's steps from its history, as `[time, step]`, with null where a round ended. */
@@ -29,7 +30,7 @@ export class Progress {
     this.ends = h("p", { class: "dim band-ends", "aria-hidden": "true" });
     this.lag = s("svg", { class: "lag", viewBox: `0 0 ${WIDE} ${DEEP}`, preserveAspectRatio: "none", role: "img" });
     this.scale = h("p", { class: "dim band-ends", "aria-hidden": "true" });
-    this.element = h("section", { class: "card wide progress", "aria-labelledby": "progress", hidden: true }, h("h2", { id: "progress" }, "Progress"), this.steps, this.detail, this.line, this.ends, this.lag, this.scale, h("p", { class: "dim" }, "last said ", this.said, " ago"));
+    this.element = h("section", { class: "card progress", "aria-labelledby": "progress", hidden: true }, h("h2", { id: "progress" }, "Progress"), this.steps, this.detail, this.line, this.ends, this.lag, this.scale, h("p", { class: "dim" }, "last reported ", this.said, " ago"));
   }
 
   draw(events, job) {
@@ -39,14 +40,24 @@ export class Progress {
     // Nodes last reported at different times; the server has compared them as of a single time.
     const most = Math.max(...said.map((one) => one.step));
     const behind = Math.max(...said.map((one) => one.behind));
-    const rates = said.map((one) => one.rate).filter((rate) => rate !== null);
-    const rate = rates.length ? Math.min(...rates) : null;
     const slowest = said.filter((one) => one.behind === behind).map((one) => one.rank);
-    put(this.steps, `step ${(most - behind).toLocaleString("en")}${behind ? `–${most.toLocaleString("en")}` : ""}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
+    this.job = job;
+    this.of = `step ${(most - behind).toLocaleString("en")}${behind ? `–${most.toLocaleString("en")}` : ""}`;
+    this.tick();
     put(this.detail, behind ? `slowest: RANK ${rankList(slowest, 4)}, ${counted(behind, "step")} behind` : `all ${counted(said.length, "worker")} in step`);
     updateAge(this.said, job.at - Math.min(...said.map((one) => one.age_ms)));
     this.drawLine(events, job, most);
     this.drawLag(said, behind);
+  }
+
+  /** Show the slowest rate, except of workers that have been silent for several steps. */
+  tick() {
+    if (this.element.hidden || !this.job) return;
+    const more = Date.now() - this.job.at;
+    const silent = (one) => one.age_ms + more > STEADY && (one.rate * (one.age_ms + more)) / 1000 > 3;
+    const rates = this.job.progress.filter((one) => one.rate !== null && !silent(one)).map((one) => one.rate);
+    const rate = rates.length ? Math.min(...rates) : null;
+    put(this.steps, `${this.of}${rate === null ? "" : `, ${rate.toFixed(rate < 10 ? 2 : 1)} steps/s`}`);
   }
 
   /** Draw from step 0 at the bottom to the furthest step ever at the top. */
@@ -71,7 +82,7 @@ export class Progress {
     }
     mark(this.line.firstChild, "d", path);
     mark(this.line, "aria-label", `Step over time: the bottom is step 0, the top step ${top}`);
-    fillAnew(this.ends, h("span", {}, moment(from)), h("span", {}, `bottom: step 0, top: step ${top.toLocaleString("en")}`), h("span", {}, clock(until)));
+    fillAnew(this.ends, h("span", { title: moment(from) }, clock(from)), h("span", {}, `steps 0 to ${top.toLocaleString("en")}`), h("span", {}, clock(until)));
   }
 
   /** Draw a bar for each RANK to show how far it is behind; the leading RANK has no bar. */

@@ -1,6 +1,6 @@
 // How all jobs spent their time, with the causes, nodes and jobs that cost most. Loaded when opened, or on request.
 
-import { fillAnew, h, put } from "./dom.js";
+import { fillAnew, h, put, table } from "./dom.js";
 import { jobLink, nodeLink } from "./fleet.js";
 import { requestReport } from "./requests.js";
 import { hours, took } from "./words.js";
@@ -10,22 +10,18 @@ const MOST = 20; // The maximum number of rows in a table; rdzvctl report has al
 
 const share = (goodput, whole) => (goodput === null ? "–" : `${whole || !goodput ? "" : "at most "}${(100 * goodput).toFixed(1)} %`);
 
-function table(title, heads, rows) {
+function card(title, heads, rows) {
   const left = rows.length - MOST;
   return h(
     "section",
     { class: heads.length > 5 ? "card wide" : "card", "aria-label": title },
     h("h2", {}, title),
     rows.length
-      ? h(
-          "div",
-          { class: "scroll" },
-          h(
-            "table",
-            {},
-            h("thead", {}, h("tr", {}, heads.map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head)))),
-            h("tbody", {}, rows.slice(0, MOST).map(([name, ...rest]) => h("tr", {}, h("th", { scope: "row" }, name), rest.map((one) => h("td", { class: "n" }, one))))),
-          ),
+      ? table(
+          `${title}: the table`,
+          heads.map((head, at) => h("th", { scope: "col", class: at ? "n" : null }, head)),
+          h("tbody", {}, rows.slice(0, MOST).map(([name, ...rest]) => h("tr", {}, h("th", { scope: "row" }, name), rest.map((one, at) => h("td", { class: "n", "data-of": heads[at + 1] }, one))))),
+          heads.length > 4,
         )
       : h("p", { class: "dim" }, "None."),
     left > 0 ? h("p", { class: "dim" }, `and ${left} more`) : null,
@@ -86,11 +82,11 @@ export class ReportView {
     const net = (one) => `${hours(one.net_ms)}${one.spread_ms ? ` ± ${hours(one.spread_ms)}` : ""}`;
     fillAnew(
       this.cards,
-      table("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.cause || "the start", one, gpus))),
-      table("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.node_id) }, one.node_id), one, gpus))),
-      table("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
-      table("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", ...(gpus ? ["Lost GPU-hours"] : [])], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), ...(gpus ? [hours(job.lost_gpu_ms)] : [])])),
-      table("What changes would have saved, in node-hours", ["Change", "Job", "Now", "Saves", "Costs", "Net", "Verdict"], report.advice.map((one) => [one.change, one.rdzv_id, one.now, hours(one.saves_ms), hours(one.costs_ms), net(one), one.verdict])),
+      card("Which causes cost most", ["Cause", ...heads], report.causes.map((one) => lossRow(one.cause || "the start", one, gpus))),
+      card("Which nodes cost most", ["Node", ...heads], report.nodes.map((one) => lossRow(h("a", { href: nodeLink(one.node_id) }, one.node_id), one, gpus))),
+      card("Where the time went", ["Phase", "Time", "Share"], Object.entries(report.phases).filter(([, ms]) => ms).map(([phase, ms]) => [h("span", {}, h("i", { class: "swatch", "data-phase": phase }), phase), took(ms), `${((100 * ms) / spent).toFixed(1)} %`])),
+      card("Jobs", ["Job", "Runs", "Time", "Goodput", "Lost node-hours", ...(gpus ? ["Lost GPU-hours"] : [])], report.jobs.map((job) => [h("a", { href: jobLink(job.rdzv_id) }, job.rdzv_id), job.runs, took(job.wall_ms), share(job.goodput, job.steps_reported), hours(job.lost_node_ms), ...(gpus ? [hours(job.lost_gpu_ms)] : [])])),
+      card("What changes would have saved, in node-hours", ["Change", "Job", "Now", "Saves", "Costs", "Net", "Verdict"], report.advice.map((one) => [one.change, one.rdzv_id, one.now, hours(one.saves_ms), hours(one.costs_ms), net(one), one.verdict])),
     );
   }
 }

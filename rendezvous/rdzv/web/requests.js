@@ -43,6 +43,18 @@ export const requestJob = (name) => request(jobPath(name));
 /** Request the ledger for a job's run, or for its latest run if `run` is null. */
 export const requestLedger = (name, run) => request(`${jobPath(name)}/ledger${run === null ? "" : `?run=${run}`}`);
 
+/** Request the picture of a job's last restarts, an SVG. Only XMLHttpRequest parses one where text may not become HTML. */
+export const requestRestarts = (name) =>
+  new Promise((take, refuse) => {
+    const asked = new XMLHttpRequest();
+    asked.open("GET", `/api/v1${jobPath(name)}/restarts`);
+    if (token) asked.setRequestHeader("Authorization", `Bearer ${token}`);
+    asked.responseType = "document";
+    asked.onload = () => take(asked.status === 200 ? document.importNode(asked.responseXML.documentElement, true) : null);
+    asked.onerror = refuse;
+    asked.send();
+  });
+
 /** Request a job's logs; `query` contains the API parameters. */
 export const requestLogs = (name, query, signal) => request(`${jobPath(name)}/logs?${query}`, { signal });
 

@@ -1,11 +1,8 @@
-// A run's rounds, as a timeline and as a table with the same data.
+// A run's rounds: a picture of the last restarts, which the server draws, and a table of all.
 
-import { h, icon, keyed, mark, put, s, shape, tone } from "./dom.js";
+import { fold, h, icon, keyed, mark, put, shape, table, tone } from "./dom.js";
+import { requestRestarts } from "./requests.js";
 import { clock, duration, moment, took } from "./words.js";
-
-const WIDE = 1000;
-const HIGH = 44;
-const LEAST = 7; // The width of rounds that took no time, so that they are still visible.
 
 /** Read a run's rounds from its history: when each began and ended, and why. A round that follows another has the stages
  * of that recovery: when all had stopped, when it was complete, when it made its first step, and which steps were lost. */
@@ -38,21 +35,22 @@ export function roundsOf(events, run) {
 }
 
 export class Rounds {
-  constructor() {
-    this.line = s("svg", { class: "line", viewBox: `0 0 ${WIDE} ${HIGH}`, preserveAspectRatio: "none", role: "img", "aria-label": "Rounds over time; the table below says the same" });
-    this.labels = h("div", { class: "labels", "aria-hidden": "true" });
+  constructor(name) {
+    this.name = name;
+    this.picture = h("div", { class: "restarts" });
     this.share = h("p", { class: "dim" });
     this.rows = h("tbody");
-    this.head = h("thead", {}, h("tr", {}, ["Round", "Began", "Ran for", "WORLD_SIZE", "Ended by", "Why", "Restarts spent", "Workers", "Came after"].map((name) => h("th", { scope: "col" }, name))));
-    this.element = h(
-      "section",
-      { class: "card wide rounds", "aria-labelledby": "rounds" },
-      h("h2", { id: "rounds" }, "Rounds"),
-      this.share,
-      h("div", { class: "timeline" }, this.line, this.labels),
-      h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Rounds, newest first"), this.head, this.rows)),
-    );
+    const heads = ["Round", "Began", "Ran for", "WORLD_SIZE", "Ended by", "Why", "Restarts spent", "Workers", "Came after"].map((head) => h("th", { scope: "col" }, head));
+    this.card = h("section", { class: "card wide", "aria-labelledby": "restarts", hidden: true }, h("h2", { id: "restarts" }, "The last restarts"), this.picture);
+    this.element = fold("rounds", "Rounds", this.share, table("Rounds, newest first", heads, this.rows));
+    this.element.classList.add("rounds");
     this.rounds = [];
+  }
+
+  async readPicture() {
+    if (this.card.hidden) return;
+    const picture = await requestRestarts(this.name);
+    if (picture) this.picture.replaceChildren(picture);
   }
 
   draw(events, job) {
@@ -79,7 +77,7 @@ export class Rounds {
         put(row.children[8], round.steps.map(([what, ms]) => `${what} ${took(ms)}`).join(", "));
       },
     );
-    this.drawLine();
+    this.card.hidden = this.rounds.length < 2 && this.rounds[0].ended === null;
     this.tick();
   }
 
@@ -87,9 +85,13 @@ export class Rounds {
   why(round) {
     const told = (item) => item.cause.endsWith(round.reason) || `${item.who}: ${item.cause}` === round.reason;
     if (this.job.reason.items.some(told)) return "";
-    const failed = this.rounds.findLast((one) => one.cause === "worker failure");
     const message = this.job.last_failure?.root_cause.message;
-    return round === failed && message ? round.reason.replace(`: ${message}`, "") : round.reason;
+    return round === this.failed() && message ? round.reason.replace(`: ${message}`, "") : round.reason;
+  }
+
+  /** Return the last round that a failed worker has ended. */
+  failed() {
+    return this.rounds.findLast((one) => one.cause === "worker failure");
   }
 
   /** Estimate the server's clock, assuming that its latest message was sent when it arrived. */
@@ -102,53 +104,6 @@ export class Rounds {
     return ["succeeded", "failed", "stopped"].includes(this.job.state) ? 0 : Date.now();
   }
 
-  drawLine() {
-    const now = this.now();
-    const parts = [];
-    let before = null;
-    for (const round of this.rounds) {
-      if (before !== null) parts.push({ gap: true, ms: Math.max(round.began - before.ended, 0), cause: before.cause, round: before });
-      parts.push({ gap: false, ms: Math.max((round.ended ?? now) - round.began, 0), round });
-      before = round;
-    }
-    if (before.ended !== null && now > before.ended) parts.push({ gap: true, ms: now - before.ended, cause: before.cause, round: before });
-    const whole = parts.reduce((sum, part) => sum + part.ms, 0) || 1;
-    const room = Math.max(WIDE - LEAST * parts.length, 0);
-    const scale = parts.length * LEAST > WIDE ? WIDE / (parts.length * LEAST) : 1;
-    let x = 0;
-    for (const part of parts) {
-      part.x = x;
-      part.wide = (LEAST + (room * part.ms) / whole) * scale;
-      x += part.wide;
-    }
-    this.parts = parts;
-    const name = (part) => `${part.gap ? "after" : "round"} ${part.round.number}`;
-    keyed(
-      this.line,
-      parts,
-      name,
-      (part) => s("g", { class: part.gap ? "gap" : "ran" }, s("title"), s("rect", { y: part.gap ? HIGH / 2 - 3 : 6, height: part.gap ? 6 : HIGH - 12, rx: part.gap ? 0 : 3 })),
-      (element, part) => {
-        const rect = element.lastChild;
-        mark(rect, "x", part.x.toFixed(1));
-        mark(rect, "width", Math.max(part.wide - 1, 1).toFixed(1));
-        mark(element, "data-tone", part.gap ? tone(part.cause) : part.round.ended === null ? "good" : "idle");
-        put(element.firstChild, part.gap ? `${part.round.cause}: ${part.round.reason}; ${took(part.ms)} until the next round` : `round ${part.round.number}: ${duration(part.ms)}`);
-      },
-    );
-    keyed(
-      this.labels,
-      parts.filter((part) => part.gap || part.wide > 40),
-      name,
-      (part) => h("span", { class: part.gap ? "why-mark" : "round-mark" }, part.gap ? icon(part.cause) : String(part.round.number)),
-      (element, part) => {
-        element.style.left = `${((part.x + part.wide / 2) / WIDE) * 100}%`;
-        mark(element, "data-tone", part.gap ? tone(part.cause) : part.round.ended === null ? "good" : "idle");
-        if (part.gap) element.firstChild.firstChild.setAttribute("d", shape(part.cause));
-      },
-    );
-  }
-
   tick() {
     if (!this.rounds.length) return;
     const now = this.now();
@@ -157,7 +112,5 @@ export class Rounds {
     const whole = now - this.rounds[0].began;
     put(this.share, whole > 0 ? `A round was live for ${((100 * ran) / whole).toFixed(ran === whole ? 0 : 1)} % of the ${duration(whole)} since round ${this.rounds[0].number} began.` : "");
     for (const row of this.rows.children) put(row.children[2], duration((row.round.ended ?? now) - row.round.began));
-    const last = this.rounds[this.rounds.length - 1];
-    if (last.ended === null || this.ends()) this.drawLine();
   }
 }

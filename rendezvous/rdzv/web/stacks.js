@@ -1,6 +1,6 @@
 // Hung workers, and the stacks of all of a round's workers, loaded on request.
 
-import { chip, fillAnew, h, keyed, put, updateChip } from "./dom.js";
+import { chip, fillAnew, fold, h, keyed, put, updateChip } from "./dom.js";
 import { requestStacks, takeStacks } from "./requests.js";
 import { clock, counted, rankList } from "./words.js";
 
@@ -37,7 +37,8 @@ export class Stacks {
     this.take = h("button", { type: "button", onclick: () => this.takeNow() }, "Take stacks and collectives now");
     this.said = h("p", { class: "dim", role: "status" });
     this.groups = h("div", { class: "groups" });
-    this.element = h("section", { class: "card wide", "aria-labelledby": "stacks", hidden: true }, h("h2", { id: "stacks" }, "Stacks ", this.chip), this.list, this.taken, h("p", { class: "fields" }, this.button, this.take), this.said, this.groups);
+    this.element = fold("stacks", "Stacks", this.chip, this.list, this.taken, h("p", { class: "fields" }, this.button, this.take), this.said, this.groups);
+    this.element.hidden = true;
   }
 
   close() {
@@ -51,6 +52,8 @@ export class Stacks {
     this.element.hidden = !hung && !taken && this.take.hidden && !this.shown;
     this.chip.hidden = !hung || (hung.over && !hung.wentOn);
     updateChip(this.chip, hung?.over ? "went on" : "hangs");
+    // What hangs now is shown without a click.
+    if (hanging.length && !this.list.children.length) this.element.firstChild.open = true;
     keyed(this.list, hanging, ([node]) => node, () => h("li", {}, h("span", { class: "why" })), (element, [, text]) => put(element.firstChild, text));
     this.list.hidden = !hanging.length;
     this.taken.hidden = this.button.hidden = !taken;

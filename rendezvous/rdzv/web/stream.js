@@ -1,6 +1,7 @@
 // Keeps the data that the server pushes. Everything else (logs, ledger, a node's history, reports) is requested once (`requests.js`).
 
 import { openStream, requestJob, requestNodes } from "./requests.js";
+import { nodeMark } from "./words.js";
 
 const SILENT_MS = 12000; // The server sends a message at least every 5 s.
 const HIDDEN_MS = 60000;
@@ -94,9 +95,8 @@ export class Stream {
   /** Record when a row arrived, because its ages grow from then on. */
   stamped(row) {
     row.at = Date.now();
-    // A node's drain stands in place of "connected", and since when a node is gone is not known.
-    const age = row.state === "connected" && row.drain ? row.drain_age_ms : row.state_age_ms;
-    row.since = age === null ? null : row.at - age;
+    const age = row.node_id === undefined ? row.state_age_ms : nodeMark(row)[1];
+    row.since = age === null ? null : row.at - age; // Since when a node is gone is not known.
     return row;
   }
 

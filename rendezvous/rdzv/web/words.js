@@ -27,6 +27,27 @@ export function itemLine(item, more) {
   return subject ? `${subject}: ${why}` : why;
 }
 
+/** Return a node's state or, if nothing is placed on it, the reason in one word; and for how long it has been so. */
+export function nodeMark(node) {
+  if (node.state !== "connected") return [node.state, node.state_age_ms];
+  if (node.unhealthy) return ["unhealthy", node.unhealthy_age_ms];
+  if (node.quarantine) return ["quarantined", node.quarantine_age_ms];
+  if (node.drain) return [node.drain, node.drain_age_ms];
+  return node.cordoned ? ["cordoned", node.cordon_age_ms] : [node.state, node.state_age_ms];
+}
+
+/** Return why nothing is placed on a node, one line for each reason, as it reads now. */
+export function nodeNotes(node) {
+  const left = (ms) => (ms ? `, ${duration(ms - (Date.now() - node.at))} left` : "");
+  const why = (reason) => reason || "no reason was given";
+  const notes = [];
+  if (node.unhealthy) notes.push(`unhealthy: ${node.unhealthy}`);
+  if (node.quarantine) notes.push(`quarantined: ${node.quarantine}${left(node.quarantine_left_ms)}`);
+  if (node.drain) notes.push(`${node.drain}: ${why(node.drain_reason)}${left(node.drain_left_ms)}`);
+  if (node.cordoned && (!node.drain || node.cordoned_besides)) notes.push(`cordoned: ${why(node.cordon_reason)}`);
+  return notes;
+}
+
 /** Format node or GPU hours as "0.25", "12.5" or "1,200", or a dash if unknown. */
 export function hours(ms) {
   if (ms === null) return "–";

@@ -56,6 +56,7 @@ EXPECTED = {
     **dict.fromkeys(("/metrics", "/sd", "/api/v1/jobs", "/api/v1/jobs/{rdzv_id}"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/events", "/api/v1/nodes", "/api/v1/stream"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/ledger", "/api/v1/report"), READERS),
+    "/api/v1/jobs/{rdzv_id}/restarts": READERS,
     **dict.fromkeys(("/api/v1/nodes/{node_id}", "/api/v1/nodes/{node_id}/events"), READERS),
     **dict.fromkeys(("/api/v1/servers", "/api/v1/openapi.json"), READERS),
     **dict.fromkeys(("/api/v1/jobs/{rdzv_id}/logs", "/api/v1/jobs/{rdzv_id}/stacks"), SUBMITTERS),

@@ -93,6 +93,8 @@ class Api:
                 if one.answer is None:
                     return _json(json.dumps(openapi.document(), indent=2))
                 answer = await one.answer(self._server, _asked(one, given))
+                if http.media_type == "image/svg+xml":
+                    return web.Response(text=answer, content_type=http.media_type)
                 # Encode in a thread, because the answer may be large.
                 return _json(await asyncio.to_thread(as_json.document, answer))
 

@@ -277,17 +277,18 @@ class FleetFeed(Feed):
             )
 
 
-_AGES = ("state_age_ms", "drain_age_ms", "cordon_age_ms", "quarantine_age_ms")
+_AGES = tuple(f"{of}_age_ms" for of in ("state", "drain", "cordon", "quarantine", "unhealthy"))
+_DEADLINES = ("quarantine_left_ms", "drain_left_ms")
 
 
 def _content(node: answers.Node, now_ms: int) -> object:
     """Return a node's data with times in place of ages, which would change at every look."""
     ages = {name: getattr(node, name) for name in _AGES}
-    left_ms = node.quarantine_left_ms
-    times: dict[str, Any] = {
-        name: None if age is None else now_ms - age for name, age in ages.items()
-    }
-    times["quarantine_left_ms"] = None if left_ms is None else now_ms + left_ms
+    times: dict[str, Any] = {n: None if age is None else now_ms - age for n, age in ages.items()}
+    for name in _DEADLINES:
+        left_ms = getattr(node, name)
+        # A deadline that has passed stays 0.
+        times[name] = now_ms + left_ms if left_ms else left_ms
     return replace(node, **times)
 
 

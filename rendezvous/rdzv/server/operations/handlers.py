@@ -35,7 +35,7 @@ from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.wire import convert, read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view import answers, reports
+from rdzv.view import answers, life, reports, restart_picture
 from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
 
 if TYPE_CHECKING:
@@ -165,6 +165,21 @@ async def get_ledger(server: Server, request: Any) -> LedgerOfRun:
     runs = await asyncio.to_thread(ledgers_of, past, now_ms, status.state)
     found = chosen(status.rdzv_id, runs, request.run)
     return LedgerOfRun(request.rdzv_id, tuple(run_numbers(runs)), found)
+
+
+async def get_restarts(server: Server, request: Any) -> str:
+    """Return a picture of the last restarts of a job's latest run, as an SVG."""
+    status = await server.status(request.rdzv_id)
+    rows = await server.history(request.rdzv_id, HISTORY_ROWS)
+    now_ms = server.clock.now_ms()
+
+    def drawn() -> str:
+        runs = life.runs_of(map(answers.event_in, rows))
+        found = next((run for run in runs if run.run == status.run), life.Run("", now_ms))
+        life.name_present(found, status)
+        return restart_picture.picture(found, now_ms)
+
+    return await asyncio.to_thread(drawn)
 
 
 async def get_report(server: Server, request: Any) -> reports.Report:

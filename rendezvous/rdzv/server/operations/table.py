@@ -147,6 +147,18 @@ OPERATIONS = (
             query=(_number("run", "The run of this number; the last one if not given.", 1, U32),),
         ),
     ),
+    Operation(
+        "",
+        READ,
+        do.get_restarts,
+        Http(
+            "getRestarts",
+            "/jobs/{rdzv_id}/restarts",
+            "A picture of the last restarts: who failed, was kept, is new, or was late",
+            "Nodes down, time across, for the last run. It says the same in words, in `desc`.",
+            media_type="image/svg+xml",
+        ),
+    ),
     # Workers' output and stacks belong to their user: they may contain data, paths and passwords.
     Operation(
         "ReadLogs",
