@@ -264,16 +264,16 @@ def test_what_a_failure_would_cost_is_told_of_workers_and_of_a_node(open_page: O
         s.progress("night", "n1", (0, 52, 2.5))
         s.saved("night", "n1", (40, 0), (40, 1), (50, 0))
         s.saved("night", "n2", (40, 1), (40, 0), (50, 1))
-        expect(facts).to_contain_text("a failure of all workers now costs 2 steps")
+        expect(facts).to_contain_text("2 steps if all workers fail; at most 12 steps if all")
         alone = "all nodes are on one machine, and of one topology"
         expect(facts).to_contain_text(
-            "step 40 would survive the loss of any one node, and at most 12 steps would be redone; "
+            "step 40, if any one node is lost; "
             f"step 50 is whole only with n1 ({alone}), n2 ({alone})"
         )
         s.saved("night", "n1", (50, 0))
         s.saved("night", "n2", (50, 1), (50, 0))
         expect(facts).to_contain_text(
-            "the loss of one node may leave nothing whole in memory; step 50 is whole only with n2"
+            "perhaps no step, if one node is lost; step 50 is whole only with n2"
         )
 
 
