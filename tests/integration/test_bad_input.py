@@ -310,7 +310,7 @@ def test_a_program_without_its_interpreter_fails_the_job_in_its_own_words(c: Clu
     ("text", "said"),
     [
         ("garbage", "the error file is not torchelastic's JSON: 'garbage'"),
-        ("", "the error file is not torchelastic's JSON: ''"),
+        ("", "the error file is empty"),
         ('{"message": "no way"}', "no way"),
         ('{"message": {"message": {"a": [1]}, "extraInfo": 5}}', "{'a': [1]}"),
         ('["message"]', "the error file is not torchelastic's JSON"),

@@ -5,7 +5,7 @@ import json
 import os
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -91,7 +91,6 @@ def test_whatever_json_is_in_it_becomes_text(
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"{",
         b"[]",
         b"[1]",
@@ -111,6 +110,31 @@ def test_a_file_that_is_something_else_is_shown(path: Path, content: bytes) -> N
     shown = content.decode(errors="replace")[:200]
     assert found.message == f"the error file is not torchelastic's JSON: {shown!r}"
     assert found.traceback == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "blocks", "free", "told"),
+    [
+        (b"", 9, 0, "the error file is empty; the disk of {} is full, so its log may be cut off"),
+        (
+            b'{"mess',
+            9,
+            0,
+            "the error file is not torchelastic's JSON: '{{\"mess'; the disk of {} is ",
+        ),
+        (b"", 9, 1, "the error file is empty"),
+        (b"", 0, 0, "the error file is empty"),  # A file system that does not count its blocks.
+    ],
+)
+def test_a_file_that_a_full_disk_has_cut_off_says_so(
+    path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, blocks: int, free: int, told: str
+) -> None:
+    path.write_bytes(content)
+    disk = SimpleNamespace(f_blocks=blocks, f_bavail=free)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    found = read_error(path, None, 7).message
+    assert found.startswith(told.format(path))
+    assert ("make room" in found) is (blocks > free == 0)
 
 
 def test_long_texts_are_cut_where_they_say_least(path: Path) -> None:

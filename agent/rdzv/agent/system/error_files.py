@@ -54,6 +54,7 @@ def read_error(
             with os.fdopen(fd, "rb") as file:
                 stat = os.fstat(file.fileno())
                 text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
+                disk = os.fstatvfs(fd)
             now_ns = _touch(path.parent)
     except FileNotFoundError:
         return ErrorFile(_without_error_file(signum, pid), "", 0)
@@ -63,6 +64,11 @@ def read_error(
     message, traceback = _parse(text.decode(errors="replace"))
     if not message:
         message = _without_error_file(signum, pid)
+    if not traceback and disk.f_blocks and not disk.f_bavail:
+        message += (
+            f"; the disk of {path} is full, so its log may be cut off as well: make room, or give "
+            "another folder (--log-dir, or TMPDIR)"
+        )
     return ErrorFile(
         message.strip()[:MAX_MESSAGE_CHARS], traceback.rstrip()[-MAX_TRACEBACK_CHARS:], age_ms
     )
@@ -101,6 +107,8 @@ def write_error(path: Path, failure: Failure) -> None:
 
 
 def _parse(text: str) -> tuple[str, str]:
+    if not text:
+        return "the error file is empty", ""
     try:
         document = json.loads(text)
         body = document["message"]
