@@ -205,7 +205,7 @@ def has_one_owner_of_each_file(wheels: list[Path]) -> None:
         for name in zipfile.ZipFile(wheel).namelist():
             assert owners.setdefault(name, wheel.name) == wheel.name, name
     tracked = run("git", "-C", ROOT, "ls-files", folder=ROOT).split()
-    wanted = ("*/rdzv/*.py", "*/rdzv/*.pyi", "*/rdzv/web/*", "*/rdzv/*.proto")
+    wanted = ("*/rdzv/*.py", "*/rdzv/*.pyi", "*/rdzv/web/*", "*/rdzv/*.proto", "*/py.typed")
     roots = ("proto/", "rendezvous/", "agent/", "worker/")
     lost = [
         name
