@@ -27,7 +27,7 @@ from rdzv.view.answers import Node as SeenNode
 SAVING = str(WORKERS / "saving.py")
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "drain.md").read_text()
-EXAMPLE = DOCUMENT.partition("wherever the notice came:\n\n")[2].partition("\nRun it with")[0]
+EXAMPLE = DOCUMENT.partition("whichever node is to leave:\n\n")[2].partition("\nRun it with")[0]
 
 
 class Floor(Daemons):

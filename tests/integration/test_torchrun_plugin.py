@@ -112,7 +112,7 @@ def test_a_torchrun_that_is_signalled_leaves_and_a_spare_takes_its_seat(
     c.wait_until("n3 and n4 are spares", lambda: list(seats(c).values()).count("spare") == 2)
     nodes[0].process.send_signal(signal.SIGTERM)
     # All know before its worker is gone.
-    c.wait_for_log("n1 leaves: received SIGTERM")
+    c.wait_for_log("round 0 ended (node left): n1: received SIGTERM")
     os.kill(deaf["pid"], signal.SIGKILL)
     c.wait_for_round(1, workers=2)
     assert nodes[0].wait() == 1

@@ -233,6 +233,8 @@ def nodes() -> list[pb.Node]:
             agent_version="0.1.0",
             resources=big,
             gpus_free=2,
+            without_it="llm would have 1 of the 2 nodes that it needs, and 0 others free for it: "
+            "it stops until others are free",
             jobs=[
                 pb.NodeJob(rdzv_id="llm", gpus=4, state="seated"),
                 pb.NodeJob(rdzv_id="eval", gpus=2, state="placed"),

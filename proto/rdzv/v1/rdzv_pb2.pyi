@@ -4246,6 +4246,7 @@ class Node(google.protobuf.message.Message):
     DRAINED_BY_OPERATOR_FIELD_NUMBER: builtins.int
     CORDONED_BESIDES_FIELD_NUMBER: builtins.int
     DRAIN_AGE_MS_FIELD_NUMBER: builtins.int
+    WITHOUT_IT_FIELD_NUMBER: builtins.int
     node_id: builtins.str
     state: builtins.str
     """connected, away, gone (known only because it is cordoned or quarantined)"""
@@ -4280,6 +4281,10 @@ class Node(google.protobuf.message.Message):
     """
     drain_age_ms: builtins.int
     """Since when it leaves, or has left."""
+    without_it: builtins.str
+    """Which jobs would stop if the node was gone now, and why; or that every job goes on. Empty unless
+    the request names one node.
+    """
     @property
     def resources(self) -> global___Resources:
         """Unset if it takes no submitted jobs."""
@@ -4314,9 +4319,10 @@ class Node(google.protobuf.message.Message):
         drained_by_operator: builtins.bool = ...,
         cordoned_besides: builtins.bool = ...,
         drain_age_ms: builtins.int | None = ...,
+        without_it: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "cordon_age_ms", b"cordon_age_ms", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "gpus_free", b"gpus_free", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state_age_ms", b"state_age_ms", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_cordon_age_ms", b"_cordon_age_ms", "_drain_age_ms", b"_drain_age_ms", "_drain_left_ms", b"_drain_left_ms", "_gpus_free", b"_gpus_free", "_quarantine_age_ms", b"_quarantine_age_ms", "_quarantine_left_ms", b"_quarantine_left_ms", "_state_age_ms", b"_state_age_ms", "_unhealthy_age_ms", b"_unhealthy_age_ms", "address", b"address", "agent_version", b"agent_version", "cordon_age_ms", b"cordon_age_ms", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cordoned_besides", b"cordoned_besides", "drain", b"drain", "drain_age_ms", b"drain_age_ms", "drain_left_ms", b"drain_left_ms", "drain_reason", b"drain_reason", "drained_by_operator", b"drained_by_operator", "gpus_free", b"gpus_free", "jobs", b"jobs", "node_id", b"node_id", "program", b"program", "quarantine", b"quarantine", "quarantine_age_ms", b"quarantine_age_ms", "quarantine_left_ms", b"quarantine_left_ms", "resources", b"resources", "state", b"state", "state_age_ms", b"state_age_ms", "unhealthy", b"unhealthy", "unhealthy_age_ms", b"unhealthy_age_ms", "without_it", b"without_it"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_cordon_age_ms", b"_cordon_age_ms"]) -> typing.Literal["cordon_age_ms"] | None: ...
     @typing.overload

@@ -136,8 +136,9 @@ def _facts(found: Node, page: Page) -> list[str]:
         "address": found.address or UNKNOWN,
     }
     if found.drain is not None:
-        by = "an operator" if found.drained_by_operator else "itself"
-        facts[found.drain] = Cell(f"by {by}, {_why_taken_out(found)}", "yellow")
+        at = f"since {page.ago(found.drain_age_ms or 0)}, "
+        by = "" if found.drained_by_operator else "by itself, "
+        facts[found.drain] = Cell(f"{at}{by}{_why_taken_out(found)}", "yellow")
     if _is_cordoned(found):
         at = "" if found.cordon_age_ms is None else f", since {page.ago(found.cordon_age_ms)}"
         why = f", {found.cordon_reason}" if found.cordon_reason else ""
@@ -150,6 +151,8 @@ def _facts(found: Node, page: Page) -> list[str]:
     if found.unhealthy:
         text = f"since {page.ago(found.unhealthy_age_ms or 0)}: {found.unhealthy}"
         facts["unhealthy"] = Cell(text, "yellow")
+    if found.jobs and found.without_it:
+        facts["without it"] = found.without_it
     resources = found.resources
     if resources is None:
         return page.facts({**facts, "takes": "no submitted jobs"})

@@ -310,6 +310,9 @@ class Node:
     cordoned_besides: bool = False
     """Whether it has a cordon besides an operator's drain, which stays when that is lifted."""
     drain_age_ms: int | None = None
+    without_it: str | None = None
+    """Which jobs would stop if the node was gone now, and why; or that every job goes on. None
+    unless the request names one node."""
 
 
 @struct(frozen=True)

@@ -29,7 +29,7 @@ class JobLine:
     wall_ms: int
     goodput: float | None
     steps_reported: bool
-    """Whether every run has reported steps; if not, `goodput` is an upper bound."""
+    """Whether every run that trained has reported steps; if not, `goodput` is an upper bound."""
     node_ms: int
     lost_node_ms: int
     lost_gpu_ms: int | None
@@ -112,7 +112,11 @@ def spent_by(
         runs=len(found),
         wall_ms=wall_ms,
         goodput=phases[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
-        steps_reported=all(run.steps_reported for run, _ in found),
+        steps_reported=all(
+            run.steps_reported
+            for run, intervals in found
+            if any(one.phase == LedgerPhase.TRAINING for one in intervals)
+        ),
         node_ms=sum(one.node_ms for one in whole),
         lost_node_ms=sum(cost.node_ms for cost in owed),
         lost_gpu_ms=gpu_total(cost.gpu_ms for cost in owed),

@@ -41,6 +41,26 @@ def sentence_of(name: str, fields: Fields) -> str:
     return one_line(f"{name}: " + ", ".join(f"{key} {value}" for key, value in fields.items()))
 
 
+def headline(event: Kept) -> str:
+    """Describe the end of a round without its reason; other events as `sentence` does.
+
+    >>> headline(history.RoundEnded(3, history.Cause.NODE_LOST, "n2: lease ran out", True))
+    'round 3 ended (node lost)'
+    """
+    match event:
+        case history.RoundEnded():
+            return f"round {event.round} ended ({event.cause})"
+        case history.RoundSettled():
+            worker, who = event.root_cause, event.cause_node_id
+            who = f"RANK {worker.rank} on {worker.node_id}" if worker else who
+            return one_line(
+                f"round {event.round} is charged to {event.cause}{who and f' ({who})'}"
+                f"{_budget(event)}"
+            )
+        case _:
+            return sentence(event)
+
+
 def failure(event: history.WorkerFailed) -> str:
     return one_line(describe_failure(convert(Failure, event, traceback="", at_ms=0)))
 

@@ -244,7 +244,10 @@ async def test_history_nodes_and_servers_are_answered() -> None:
             ("n1", "connected"),
             ("n2", "connected"),
         ]
-        assert (await s.get("/nodes/n1"))["jobs"][0]["rdzv_id"] == "job-7"
+        one = await s.get("/nodes/n1")
+        assert one["jobs"][0]["rdzv_id"] == "job-7"
+        assert one["without_it"].startswith("job-7 would have 1 of the 2 nodes that it needs")
+        assert {node["without_it"] for node in (await s.get("/nodes"))["nodes"]} == {None}
         (server,) = (await s.get("/servers"))["servers"]
         assert server["leads"] and server["version"] == "1.2.3"
 

@@ -49,7 +49,7 @@ from rdzv.runtime import log_format
 from rdzv.runtime.clock import Timer
 from rdzv.server.engine import decide_persist_publish as engine_module
 from rdzv.server.engine.history import log_events, records
-from rdzv.server.engine.jobs import RECONNECT_MS
+from rdzv.server.engine.jobs import RECONNECT_MS, Job
 from rdzv.server.sessions import announcements as told
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
@@ -389,7 +389,7 @@ async def test_while_the_store_is_away_all_that_is_shown_says_so_and_what_waits_
         # Watchers are informed unasked.
         assert (await anext(views)).reason.items == (trouble,)
         waiting = "not stored yet: workers of n2 have failed (job-7), n9 joins (job-9)"
-        assert s.driver.trouble == away + waiting
+        assert s.driver.trouble == f"{away}, nothing new is decided; {waiting}"
         with pytest.raises(
             errors.RendezvousConnectionError, match=r"job job-9 is not stored yet: .* n9 joins$"
         ):
@@ -1565,11 +1565,11 @@ def test_a_round_is_told_in_one_line_however_large() -> None:
 def test_log_and_history_say_the_same(caplog: pytest.LogCaptureFixture) -> None:
     happened = every_event()
     rows = records("job-7", "run-1", happened, 5)
-    with caplog.at_level(logging.INFO, "rdzv.events"):
-        log_events(rows, [kept(event) for event in happened])
-    assert [r.getMessage() for r in caplog.records] == [
-        f"job-7: {event_in(row).text}" for row in rows
-    ]
+    with caplog.at_level(logging.DEBUG, "rdzv.events"):
+        for row, event in zip(rows, happened, strict=True):
+            log_events(Job("job-7", Timer(FakeClock(), print)), [row], [event], [kept(event)])
+    for record, row in zip(caplog.records, rows, strict=True):
+        assert record.getMessage() == f"job-7: {event_in(row).text}"
     line = log_format.JsonFormatter().format(caplog.records[0])
     assert '"rdzv_id": "job-7", "run": "run-1", "event": "RunBegan"' in line
     assert (
@@ -1577,6 +1577,45 @@ def test_log_and_history_say_the_same(caplog: pytest.LogCaptureFixture) -> None:
         .format(caplog.records[0])
         .endswith("INFO    job-7: run 1 (run-1) began: first")
     )
+
+
+def test_the_log_has_a_failure_once_and_none_of_those_that_follow_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job("j", Timer(FakeClock(), print))
+
+    def logged(*happened: events.Event) -> list[str]:
+        """Return the lines of one step, at INFO."""
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "rdzv.events"):
+            rows = records("j", "r", happened, 5)
+            log_events(job, rows, happened, [kept(event) for event in happened])
+        return [record.getMessage() for record in caplog.records]
+
+    reason = "rank 3 (local_rank 1) on n2: exit code 1: boom"
+    boom = model.Failure(1, 3, 77, 1, None, "boom", "", 0, node_id="n2")
+    follows = replace(boom, node_id="n1", rank=0)
+    end = model.RoundEnd(model.Cause.WORKER_FAILURE, reason)
+    failures = events.WorkerFailed(0, boom), events.WorkerFailed(0, follows)
+    assert logged(events.RoundEnded(0, end), *failures, events.NodeStopped("n1", 0)) == [
+        f"j: round 0 ended (worker failure): {reason}"
+    ]
+    settled = events.RoundSettled(0, end.cause, reason, 1, 3, boom)
+    assert logged(settled) == [
+        "j: round 0 is charged to worker failure (RANK 3 on n2); restarts spent: 1 of 3"
+    ]
+    # A root cause that is found later has its reason here, and nowhere else.
+    assert logged(replace(settled, reason="rank 0 on n1: earlier")) == [
+        "j: round 0 is charged to worker failure: rank 0 on n1: earlier; restarts spent: 1 of 3"
+    ]
+    gone = model.RoundEnd(model.Cause.NODE_LOST, "n1: lease ran out", cause_node_id="n1")
+    assert logged(events.RoundEnded(1, gone), events.NodeLost("n1", "lease ran out")) == [
+        "j: round 1 ended (node lost)",
+        "j: n1 was lost: lease ran out",
+    ]
+    assert logged(events.RoundSettled(1, gone.cause, gone.reason, 1, 3, cause_node_id="n1")) == [
+        "j: round 1 is charged to node lost (n1); restarts spent: 1 of 3"
+    ]
 
 
 async def test_a_timer_fires_once_at_its_last_time() -> None:

@@ -509,14 +509,14 @@ async def test_who_did_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> 
         )
         rows = await audited(server)
         id_ = server.tokens["ada"].split("_")[1]
-        at = f"[ada (token {id_})], from address 127.0.0.1"
-        assert rows[0] == f"submit job job-7 from unknown to queued: by root at head-1 {at}"
-        assert rows[1] == f"scale job job-7 from 1:1 nodes to 2:3 nodes: by night rate {at}"
-        assert rows[2] == f"stop job job-7 from queued to stopped: enough {at}"
-        assert rows[3] == (f"forget job job-7 from stopped to forgotten: by root at head-1 {at}")
+        at = f"[ada (token {id_})], from 127.0.0.1"
+        assert rows[0] == f"submit job job-7 (unknown -> queued): by root at head-1 {at}"
+        assert rows[1] == f"scale job job-7 (1:1 nodes -> 2:3 nodes): by night rate {at}"
+        assert rows[2] == f"stop job job-7 (queued -> stopped): enough {at}"
+        assert rows[3] == (f"forget job job-7 (stopped -> forgotten): by root at head-1 {at}")
         made = pb.CreateTokenResponse.FromString(made)
         assert rows[4].startswith(
-            f"create token eve from nothing to token {made.token.id} with read, by admin (token "
+            f"create token eve (nothing -> token {made.token.id} with read), by admin (token "
         )
         secret = made.text
         assert secret.split("_", 2)[2] not in "".join(rows)
@@ -552,8 +552,7 @@ async def test_a_change_whose_caller_does_not_wait_for_it_is_written_down(
         rows = await audited(server)
         id_ = server.tokens["ada"].split("_")[1]
         assert rows[1:] == [
-            f"stop job job-7: enough [ada (token {id_})], from address 127.0.0.1; "
-            "the outcome is unknown"
+            f"stop job job-7: enough [ada (token {id_})], from 127.0.0.1; the outcome is unknown"
         ]
         # It was, since a change is never interrupted halfway.
         gate.set()
@@ -616,5 +615,5 @@ async def test_where_nobody_proves_anything_everybody_may_do_everything() -> Non
                 await control(server, "", "CreateToken", request)
             rows = [row.data for row in await driver.history.of(roles.AUDIT, 10)]
             assert rows == [
-                "submit job job-7 from unknown to queued: by root at head-1, from address 127.0.0.1"
+                "submit job job-7 (unknown -> queued): by root at head-1, from 127.0.0.1"
             ]

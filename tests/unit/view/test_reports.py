@@ -68,6 +68,14 @@ def test_jobs_without_a_run_in_that_time_are_left_out() -> None:
     assert (found.jobs, found.causes, found.nodes, found.goodput) == ((), (), (), None)
 
 
+def test_a_job_that_never_trained_makes_no_share_an_upper_bound() -> None:
+    assert not QUEUED.steps_reported
+    only_queued = replace(QUEUED, intervals=QUEUED.intervals[:1])
+    assert [one.phase for one in only_queued.intervals] == ["queued"]
+    lines = report_of({"a": [only_queued], "b": [QUEUED]}, 0, 50_000).jobs
+    assert {line.rdzv_id: line.steps_reported for line in lines} == {"a": True, "b": False}
+
+
 def test_which_jobs_need_not_be_read() -> None:
     job = replace(a_summary("a"), state="failed", state_age_ms=8_000)
     assert ended_before(job, 7_000)

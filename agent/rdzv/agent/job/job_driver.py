@@ -60,6 +60,9 @@ LET_GO_TIMEOUT_S = 2.0
 class JobDriver:
     """Drives a job on this node until it `ended` there. An error ends only this job."""
 
+    _noted = ""
+    """The reason for waiting that was logged last."""
+
     def __init__(
         self,
         launch: Launch,
@@ -350,7 +353,9 @@ class JobDriver:
         return None if due_ms is None else max(due_ms - monotonic_ms(), 0)
 
     def note(self, reason: str) -> None:
-        log.info("%s: %s", self.rdzv_id, reason)
+        if reason != self._noted:
+            log.info("%s: %s", self.rdzv_id, reason)
+        self._noted = reason
 
     def take_stacks(self, asked: messages.TakeStacks) -> None:
         state = self.decisions.state

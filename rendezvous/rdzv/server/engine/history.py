@@ -6,14 +6,28 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rdzv.core.events import Event, NodeDeclined, NodeLost, NodeStuck, RankStraggles, WorkersHang
-from rdzv.core.model import Result
+from rdzv.core.events import (
+    Event,
+    FirstCollectiveMade,
+    NodeDeclined,
+    NodeLeaving,
+    NodeLost,
+    NodeStopped,
+    NodeStuck,
+    RankStraggles,
+    RoundEnded,
+    RoundSettled,
+    RunEnded,
+    WorkerFailed,
+    WorkersHang,
+)
+from rdzv.core.model import Cause, Result
 from rdzv.core.rendezvous import Transition
 from rdzv.errors import RendezvousError
 from rdzv.server.engine.jobs import Job
 from rdzv.stores.base import Record
-from rdzv.view.history import Kept, RunEnded, WorkerFailed, kept, written
-from rdzv.view.sentences import sentence
+from rdzv.view.history import Kept, kept, written
+from rdzv.view.sentences import headline, sentence
 
 if TYPE_CHECKING:
     from rdzv.server.driver import Driver
@@ -40,7 +54,7 @@ class History:
     def publish(self, job: Job, rows: tuple[Record, ...], events: tuple[Event, ...]) -> None:
         job.published += len(rows)
         keeps = [kept(event) for event in events]
-        log_events(rows, keeps)
+        log_events(job, rows, events, keeps)
         self._driver.metrics.recorded(rows, keeps)
 
     def postpone(self, job: Job, rows: tuple[Record, ...]) -> None:
@@ -104,24 +118,33 @@ def records(rdzv_id: str, run: str, events: Iterable[Event], now_ms: int) -> tup
     )
 
 
-def log_events(rows: Sequence[Record], events: Sequence[Kept]) -> None:
-    for row, event in zip(rows, events, strict=True):
+def log_events(
+    job: Job, rows: Sequence[Record], events: Sequence[Event], keeps: Sequence[Kept]
+) -> None:
+    """Log one line per event, without the reason if another line of the round has it."""
+    lost = any(isinstance(event, NodeLost) for event in events)
+    for row, event, kept_event in zip(rows, events, keeps, strict=True):
+        text = sentence(kept_event)
+        match event:
+            case RoundEnded(end=end):
+                job.end_reason = end.reason
+                text = headline(kept_event) if lost else text
+            case RoundSettled() if event.reason == job.end_reason:
+                text = headline(kept_event)
         extra = {"rdzv_id": row.rdzv_id, "run": row.run, "event": row.name}
-        _lines.log(_level(event), "%s: %s", row.rdzv_id, sentence(event), extra=extra)
+        _lines.log(_level(event), "%s: %s", row.rdzv_id, text, extra=extra)
 
 
-def _level(event: Kept) -> int:
+def _level(event: Event) -> int:
     match event:
-        case (
-            NodeLost()
-            | NodeStuck()
-            | WorkerFailed()
-            | NodeDeclined()
-            | WorkersHang()
-            | RankStraggles()
-        ):
+        # All workers of a large job may fail after one; the round's end and charge say which.
+        case WorkerFailed() | NodeStopped() | NodeLeaving() | FirstCollectiveMade():
+            return logging.DEBUG
+        case RoundEnded(end=end) if end.cause is Cause.WORKER_FAILURE:
             return logging.WARNING
-        case RunEnded(result=Result.FAILED):
+        case NodeLost() | NodeStuck() | NodeDeclined() | WorkersHang() | RankStraggles():
+            return logging.WARNING
+        case RunEnded(ended=ended) if ended.result is Result.FAILED:
             return logging.ERROR
         case _:
             return logging.INFO

@@ -91,6 +91,8 @@ class Job:
     pending: tuple[Record, ...] = ()
     published: int = 0
     """The number of history rows that this job has had in memory."""
+    end_reason: str = ""
+    """Why its last round ended, as logged."""
     node_ids: set[str] = field(default_factory=set)
     """A superset of the nodes that are present in the job."""
 

@@ -123,6 +123,10 @@ class Server:
         """Return what is shown of all nodes, or of those of `node_ids` that are known."""
         known, asked = known_nodes(self.driver), {*node_ids}
         found = shown_nodes(self.driver, sorted(known & asked if asked else known))
+        if len(asked) == 1:
+            short = self.driver.placer.short_without
+            words = (short(node.node_id) or "every job goes on" for node in found)
+            found = [replace(n, without_it=w) for n, w in zip(found, words, strict=True)]
         return answers.NodeList(tuple(found), self.driver.trouble or None)
 
 
@@ -373,7 +377,7 @@ async def drain_node(server: Server, request: pb.DrainNodeRequest) -> answers.No
     reason = signed(reason, callers.present.get())
     given: Any = {"deadline_ms": deadline_ms, "reason": reason, "force": request.force}
     drain = partial(server.driver.fleet.drain, **given)
-    return await _changed(server, request, drain, f" (within {duration(deadline_ms)})")
+    return await _changed(server, request, drain, f", within {duration(deadline_ms)}")
 
 
 async def undrain_node(server: Server, request: pb.UndrainNodeRequest) -> answers.Node:

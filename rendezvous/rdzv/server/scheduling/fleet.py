@@ -24,7 +24,6 @@ from rdzv.core.fleet.node_resources import told as drain_words
 from rdzv.core.fleet.quarantine import Quarantined, QuarantineRecord
 from rdzv.core.model import State
 from rdzv.core.reason import ReasonItem
-from rdzv.core.words import duration
 from rdzv.messages import (
     Announcement,
     Draining,
@@ -185,7 +184,6 @@ class Fleet:
         cordon = Cordon(reason, self._clock.now_ms())
         async with self.placing:
             await self.change(lambda now: replace(now, cordons={**now.cordons, node_id: cordon}))
-        log.warning("node %s is cordoned: %s", node_id, reason or "no reason was given")
 
     async def uncordon(self, node_id: str) -> None:
         """Lift a node's cordon, drain and quarantine; if it is connected, it checks its health."""
@@ -205,8 +203,6 @@ class Fleet:
             if not force and (why := self._driver.placer.short_without(node_id)):
                 raise errors.TooFewNodesError(why)
             await self.change(lambda now: replace(now, drains={**now.drains, node_id: drain}))
-        within = duration(deadline_ms)
-        log.warning("draining node %s within %s: %s", node_id, within, reason or "no reason")
         self._record(NodeDrained(node_id, drain_words(reason), deadline_ms))
 
     async def undrain(self, node_id: str, *, cordon: bool = False) -> None:
@@ -224,11 +220,6 @@ class Fleet:
             )
         if node_id in before.drains:
             self._record(NodeUndrained(node_id))
-        if (left := self.restrictions.cordons.get(node_id)) is None:
-            log.warning("node %s is no longer cordoned", node_id)
-        else:
-            reason = left.reason or "no reason was given"
-            log.warning("node %s is no longer drained, and still cordoned: %s", node_id, reason)
 
     async def change(
         self, change: Callable[[Restrictions], Restrictions], *, anyhow: bool = False

@@ -171,7 +171,7 @@ _change: ContextVar[Change] = ContextVar("change")
 
 def note_change(before: str, after: str) -> None:
     """Add a value's change to the audit record of the current call."""
-    text = f"from {before} to {after}" if before != after else f"{after} as before"
+    text = f"({before} -> {after})" if before != after else f"({after}, as before)"
     _change.get(Change()).text = text
 
 
@@ -312,7 +312,7 @@ class Gate:
         said = getattr(request, "reason", "") or (submitter and f"by {submitter}")
         reason = bounds.sentence(said)
         why = f": {signed(reason, caller)}" if reason else f", by {caller}"
-        text = f"{verb} {target}{change and f' {change}'}{why}, from address {call.peer}{end}"
+        text = f"{verb} {target}{change and f' {change}'}{why}, from {call.peer}{end}"
         log.info("%s", text, extra={"audit": True})
         row = Record(self._clock.now_ms(), AUDIT, getattr(request, "run", ""), verb, text)
         try:
