@@ -2,8 +2,9 @@
 
     python deploy/prometheus/runbook_page.py >rendezvous/rdzv/web/runbook.html
 
-It supports the parts of Markdown that the runbook uses: headings, paragraphs, numbered lists, code,
-emphasis, and links. A link to another document becomes its name, since rdzvd serves only this one.
+It supports the parts of Markdown that the runbook uses: headings, paragraphs, numbered lists,
+tables, code, emphasis, and links. A link to another document becomes its name, since rdzvd serves
+only this one.
 """
 
 from __future__ import annotations
@@ -50,9 +51,15 @@ def page(markdown: str) -> str:
 def _block(block: str) -> str:
     if block.startswith("## "):
         name = block.removeprefix("## ")
-        return f'<h2 id="{name.lower()}">{_inline(name)}</h2>\n'
+        return f'<h2 id="{name.lower().replace(" ", "-")}">{_inline(name)}</h2>\n'
     if block.startswith("# "):
         return f"<h1>{_inline(block.removeprefix('# '))}</h1>\n"
+    if block.startswith("| "):
+        rows = [row.strip("|").split(" | ") for row in block.splitlines()]
+        told = "".join(
+            f"<tr>{''.join(f'<td>{_inline(cell)}</td>' for cell in row)}</tr>\n" for row in rows[2:]
+        )
+        return f"<table>\n{told}</table>\n"
     if block.startswith("1. "):
         items = re.split(r"\n(?=\d+\. )", block)
         told = "".join(f"<li>{_inline(_ITEM.sub('', item, count=1))}</li>\n" for item in items)

@@ -26,6 +26,7 @@ from cluster import BIN, JOB, WORKERS, Cluster, cluster
 from etcd_cluster import EtcdCluster, Member
 from grafana import panel_queries, variable_queries
 from ports import free_port, free_ports
+from runbook import questions
 from test_daemon import Daemons
 from test_store_faults import set_file_limit
 
@@ -244,6 +245,11 @@ def what_dashboards_draw_is_told(c: Cluster) -> None:
     explained = c.run("rdzvctl", "--server", c.endpoint, "explain", JOB)
     assert (explained.returncode, explained.stderr) == (0, "")
     assert "node lost: twice, " in explained.stdout
+    for question in questions():
+        asked = question.replace("JOB", JOB).replace("NODE", "g2").split()[1:]
+        answered = c.run("rdzvctl", "--server", c.endpoint, *asked)
+        assert (answered.returncode, answered.stderr) == (0, ""), question
+        assert answered.stdout, question
     traced = c.run("rdzvctl", "--server", c.endpoint, "trace", JOB, "-o", "-")
     slices = [e["name"] for e in json.loads(traced.stdout)["traceEvents"] if e["ph"] == "X"]
     assert {"round 0", "round 1"} <= set(slices)

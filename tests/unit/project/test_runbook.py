@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
+import click
 import pytest
 import yaml
+from runbook import commands
 
+from rdzv.ctl.__main__ import rdzvctl
 from rdzv.server.http.page_files import page_routes
 
 ROOT = Path(__file__).parents[3]
@@ -51,3 +55,15 @@ def test_the_runbook_url_of_an_alert_opens_at_its_section(name: str, url: str) -
     assert where.startswith("http://127.0.0.1:29480/")
     assert where.removeprefix("http://127.0.0.1:29480") in paths
     assert f'<h2 id="{section}">{name}</h2>' in PAGE.read_text()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_runbook_is_one_of_rdzvctl(command: str) -> None:
+    """Its options exist, and nothing that it needs is left out."""
+    words = shlex.split(command)[1:]
+    here: click.Command | None = rdzvctl
+    context = click.Context(rdzvctl)
+    while isinstance(here, click.Group):
+        here = here.get_command(context, words.pop(0))
+    assert here is not None, command
+    here.make_context("rdzvctl", words, parent=context)
