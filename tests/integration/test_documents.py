@@ -1,4 +1,4 @@
-"""The quick starts and the task pages, as a reader runs them.
+"""README, quick starts and task pages, as a reader runs them who has installed the wheels.
 
 All command blocks of a page are one script, in order, in one shell. STORIES says what is changed in
 it (hosts and ports, so that it fits on one machine), and what is left out, and why. A line that a
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from installed import build, clean_environ, environment_with_torch
 from ports import free_port
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -246,20 +247,31 @@ def script_of(page: str) -> str:
     return script
 
 
-def run(folder: Path, page: str) -> str:
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheels of this tree beside torch; return the folder of their programs."""
+    pytest.importorskip("hatchling", reason="hatchling is not installed; run: make setup")
+    files = tmp_path_factory.mktemp("files")
+    wheel = build(files / "dist")
+    (library,) = (files / "dist").glob("rdzv_worker-*.whl")
+    return environment_with_torch(files / "env", wheel, library).parent
+
+
+def run(folder: Path, page: str, programs: Path) -> str:
     """Run the commands of a page in a folder that has the scripts of the quick start."""
     for name, text in SCRIPT.findall(text_of("start/one-machine.md")):
         (folder / name).write_text(text)
     (folder / "endless.py").write_text(ENDLESS)
     shutil.copytree(ROOT / "examples", folder / "examples")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("RDZV_", "PET_"))}
+    # torchrun is torch's own, and needs nothing of rdzv.
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     output = folder / "said"
     # Into a file: processes that the page leaves running would keep a pipe open.
     with output.open("wb") as file:
         shell = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script_of(page)],
             cwd=folder,
-            env={**environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            env={**clean_environ(), "PATH": path},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -285,7 +297,9 @@ def test_every_page_with_commands_has_a_story() -> None:
 
 
 @pytest.mark.parametrize("page", STORIES)
-def test_the_commands_of_a_page_work_as_they_stand(page: str, tmp_path: Path) -> None:
-    said = run(tmp_path, page)
+def test_the_commands_of_a_page_work_as_they_stand(
+    page: str, programs: Path, tmp_path: Path
+) -> None:
+    said = run(tmp_path, page, programs)
     for text in STORIES[page].shows:
         assert text in said, said
