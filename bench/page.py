@@ -15,7 +15,7 @@ from playwright.sync_api import sync_playwright
 from served import Served, served
 
 PICTURE = ROOT / "docs" / "img" / "job.png"
-WIDE, HIGH = 1180, 1480
+WIDE, HIGH = 1180, 1100
 """In pixels."""
 NODES = [f"gpu-0{number}" for number in range(1, 9)]
 MESSAGE = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -40,16 +40,30 @@ def train(s: Served, nodes: list[str], first: int, last: int, for_s: float) -> N
         time.sleep(for_s / 5)
 
 
+def fail(s: Served, node: str, message: str, traceback: str, kept: list[str]) -> None:
+    """Let a worker fail, and those of some nodes be kept."""
+    s.fail("night", node, message, traceback)
+    time.sleep(0.5)
+    s.rejoin("night", kept_on=kept)
+    time.sleep(0.3)
+    for other in NODES:
+        how = "kept" if other in kept else "warm"
+        s.started("night", other, how, how, why="it failed")
+    time.sleep(0.7)
+
+
 def live(s: Served) -> None:
-    """Let a job lose a worker, and continue."""
+    """Let a job lose a worker twice, and continue."""
     s.join("night", *NODES, nodes=(6, 8))
+    for node in NODES:
+        s.started("night", node, "cold", "cold")
     time.sleep(1)
     train(s, NODES, 1, 520, 6)
-    s.fail("night", "gpu-03", MESSAGE, TRACEBACK)
-    time.sleep(0.5)
-    s.rejoin("night")
-    time.sleep(1.5)
-    train(s, NODES, 521, 1204, 8)
+    kept = [node for node in NODES if node != "gpu-06"]
+    fail(s, "gpu-06", "RuntimeError: CUDA error: an illegal memory access", "", kept)
+    train(s, NODES, 521, 800, 4)
+    fail(s, "gpu-03", MESSAGE, TRACEBACK, [])
+    train(s, NODES, 801, 1204, 6)
 
 
 def main() -> None:
@@ -61,7 +75,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         page = browser.new_page(viewport={"width": WIDE, "height": HIGH}, color_scheme="light")
         page.goto(f"{s.url}/#/job/night")
-        page.locator(".ledger tbody tr").first.wait_for(timeout=120_000)
+        page.locator(".restarts svg").wait_for(timeout=120_000)
         page.screenshot(path=file)
         browser.close()
     print(f"written: {file}")

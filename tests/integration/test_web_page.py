@@ -19,6 +19,7 @@ import pytest
 from cluster import cluster
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 from ports import free_port
+from replicas import Replicas
 from served import Served, served
 
 from rdzv.core.life.runs import vacant
@@ -123,6 +124,11 @@ class Open:
         # Everything checked here has come over the stream, and the page was loaded once.
         page.evaluate("window.loadedOnce = true")
         return page
+
+    def home(self, page: Page, url: str) -> None:
+        """Let a page go to another server."""
+        (tab,) = (tab for tab in self._used if tab.page is page)
+        tab.home = f"{url}/"
 
     def close(self) -> None:
         """Close all pages."""
@@ -472,6 +478,48 @@ def test_a_reason_ages_as_it_does_in_rdzvctl(open_page: Open) -> None:
     assert aged == [[one.line, *map(str, one.items)] for one in later]
 
 
+NODE = {"state": "connected", "state_age_ms": 9_000, "cordoned": False}
+MARKS = (
+    (NODE, ["connected", 9_000], []),
+    (
+        NODE | {"drain": "draining", "drain_age_ms": 4_000, "drain_left_ms": 61_000},
+        ["draining", 4_000],
+        ["draining: no reason was given, 50 s left"],
+    ),
+    (
+        NODE | {"cordoned": True, "cordon_reason": "a fan", "cordon_age_ms": 3_000},
+        ["cordoned", 3_000],
+        ["cordoned: a fan"],
+    ),
+    (
+        NODE
+        | {"unhealthy": "no disk", "unhealthy_age_ms": 2_000}
+        | {"quarantine": "5 faults", "quarantine_age_ms": 1_000, "quarantine_left_ms": 10_000},
+        ["unhealthy", 2_000],
+        ["unhealthy: no disk", "quarantined: 5 faults, 0 s left"],
+    ),
+    (
+        NODE | {"state": "away", "cordoned": True},
+        ["away", 9_000],
+        ["cordoned: no reason was given"],
+    ),
+)
+
+
+def test_a_node_has_the_age_of_the_state_that_is_shown(open_page: Open) -> None:
+    """And the time that is left goes on, here ten seconds after it was received."""
+    with to_the_end(open_page, served()) as s:
+        shown = open_page(s.url).evaluate(
+            """async nodes => {
+              const { nodeMark, nodeNotes } = await import("/web/words.js");
+              const at = Date.now() - 10_500;
+              return nodes.map((node) => [nodeMark(node), nodeNotes({ ...node, at })]);
+            }""",
+            [node for node, _, _ in MARKS],
+        )
+    assert shown == [[mark, notes] for _, mark, notes in MARKS]
+
+
 def test_a_node_and_its_jobs(open_page: Open) -> None:
     with fleet(open_page) as s:
         page = open_page(f"{s.url}/#/node/n1")
@@ -557,6 +605,24 @@ def test_the_page_of_a_server_that_stands_by_links_the_one_that_leads(open_page:
         one["page"], refused["leader"] = s.url, "n3:29400"
         expect(link).to_be_hidden()
         page.unroute_all()
+
+
+def test_a_page_leads_from_each_server_to_the_one_that_leads(
+    open_page: Open, tmp_path: Path
+) -> None:
+    with Replicas.running(tmp_path, 1) as c:
+        leader = c.wait_for_leader()
+        other = next(address for address in c.addresses if address != leader.address)
+        page = open_page(f"{c.http[other]}/#/nodes", LOST)
+        expect(page.locator("#banner")).to_contain_text(f"the one at {leader.address} leads")
+        open_page.home(page, c.http[leader.address])
+        page.get_by_role("link", name="Open the page of the server that leads").click()
+        expect(page.locator("#link-text")).to_have_text("live")
+        assert page.url == f"{c.http[leader.address]}/#/nodes"
+        c.kill_replica(leader.address)
+        link = page.get_by_role("link", name="Open the page of another server")
+        assert link.get_attribute("href") in {f"{c.http[a]}/#/nodes" for a in c.rdzvds}
+        open_page.close()
 
 
 def test_a_node_with_a_long_past_is_readable_on_a_phone(open_page: Open) -> None:

@@ -48,7 +48,8 @@ _STYLE = """
   font-variant-numeric: tabular-nums; }
 body { max-width: 1040px; margin: 24px auto; padding: 0 20px; }
 h1 { font-size: 22px; } h2 { font-size: 16px; margin: 28px 0 8px; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font-size: 13px; }
+svg { width: 100%; display: block; } svg[viewBox] { height: auto; }
+svg[viewBox] text { fill: currentColor; font-size: 13px; }
 table { border-collapse: collapse; } th, td { text-align: left; padding: 3px 18px 3px 0; }
 th { font-weight: 600; border-bottom: 1px solid #8886; } td.n, th.n { text-align: right; }
 ul.key { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; padding: 0; }
@@ -57,7 +58,8 @@ p.big { font-size: 30px; font-weight: 650; margin: 0; } .dim { opacity: 0.7; }
 """
 
 
-def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
+def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger], restarts: str) -> str:
+    """Format a run; `restarts` is the picture of its last ones, an SVG."""
     number = f"run {found.run_number}" if found.run_number is not None else "run"
     good = share(found.goodput, steps_reported=found.steps_reported)
     trained = duration(found.phases[LedgerPhase.TRAINING])
@@ -70,6 +72,8 @@ def ledger(rdzv_id: str, found: Ledger, others: Sequence[Ledger]) -> str:
         "<h2>Over time</h2>",
         _band(found.intervals),
         _key(found.phases),
+        "<h2>The last restarts</h2>",
+        restarts,
         "<h2>Where the time went</h2>",
         _bars((phase, ms, COLOURS[phase]) for phase, ms in found.phases.items() if ms),
     ]

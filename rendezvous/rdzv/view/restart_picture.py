@@ -13,8 +13,9 @@ from statistics import median
 
 from rdzv.core.events import WorkerStart
 from rdzv.core.words import counted, duration, ranks_text
+from rdzv.view.answers import Event, JobStatus
 from rdzv.view.history import Place
-from rdzv.view.life import Round, Run
+from rdzv.view.life import Round, Run, name_present, runs_of
 from rdzv.view.sentences import failure, one_line, started
 
 LAST = 4
@@ -45,6 +46,13 @@ def restarts(run: Run) -> list[_Restart]:
     if run.round is not None and run.round.ended_ms is not None and run.ended_ms is None:
         ended.append((run.round, None))
     return ended[-LAST:]
+
+
+def of_run(past: Iterable[Event], uid: str, status: JobStatus, now_ms: int) -> str:
+    """Draw the last restarts of the run with this uid."""
+    found = next((run for run in runs_of(past) if run.run == uid), Run(uid, now_ms))
+    name_present(found, status)
+    return picture(found, now_ms)
 
 
 def picture(run: Run, now_ms: int) -> str:

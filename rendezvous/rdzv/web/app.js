@@ -87,10 +87,14 @@ function drawLink() {
   document.body.classList.toggle("stale", Boolean(stale));
   banner.hidden = !stale;
   $("login").hidden = !(stale && stream.locked);
-  linkLeader((stale && stream.error?.leader) || null);
+  linkOther(stale ? stream.error : null);
   if (!stale) return;
   if (stream.locked) {
     tell($("trouble"), `${stream.error.message}.`);
+    return;
+  }
+  if (stream.error?.leader) {
+    tell($("trouble"), `Not live: ${stream.error.message}.`);
     return;
   }
   const why = stream.error?.message || "the connection is lost";
@@ -98,28 +102,34 @@ function drawLink() {
   tell($("trouble"), stream.unknown ? `${why}.` : `Not live: ${why}.${since} Connecting again.`);
 }
 
-let leader = null;
+let leader = { address: null, page: null };
+let others = []; // The pages of the other servers, for when this one is gone.
 
-/** Link the page of the server that leads, if this one does not, and keep to the same view. */
-async function linkLeader(address) {
-  const link = $("leader");
-  if (link.page) link.href = `${link.page}/${location.hash}`;
-  if (address === leader) return;
-  leader = address;
-  link.hidden = true;
-  link.page = null;
+/** Find the page of the server that leads, if this one does not. */
+async function findLeader(address) {
+  if (address === leader.address) return;
+  const found = (leader = { address, page: null });
   if (address === null) return;
   try {
     const { servers } = await (await requestServers()).json();
     const page = servers.find((server) => server.leads)?.page;
     // Behind a tunnel, all servers may seem to be this one.
-    if (leader !== address || !page || new URL(page).origin === location.origin) return;
-    link.page = page;
-    link.href = `${page}/${location.hash}`;
-    link.hidden = false;
+    if (page && new URL(page).origin !== location.origin) found.page = page;
+    if (found === leader) drawLink();
   } catch {
-    leader = null; // Ask again at the next attempt to connect.
+    if (found === leader) leader = { address: null, page: null }; // Ask again at the next attempt to connect.
   }
+}
+
+/** Link the same view on the server that leads or, if this one does not answer, on another one. */
+function linkOther(error) {
+  findLeader(error?.leader || null);
+  const page = leader.page || (error && !error.code && others[0]) || null;
+  const link = $("leader");
+  link.hidden = page === null;
+  if (page === null) return;
+  link.href = `${page}/${location.hash}`;
+  put(link, leader.page ? "Open the page of the server that leads" : "Open the page of another server");
 }
 
 $("login").addEventListener("submit", (event) => {
@@ -185,9 +195,10 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-/** Warn if anyone who can reach the server can do anything. */
+/** Learn of the other servers, and warn if anyone who can reach this one can do anything. */
 async function warn() {
   const { servers } = await (await requestServers()).json();
+  others = servers.map((server) => server.page).filter((page) => page && new URL(page).origin !== location.origin);
   const exposed = servers.find((server) => server.insecure);
   $("insecure").hidden = !exposed;
   if (exposed) put($("insecure"), `Insecure: ${exposed.insecure}; anyone who can reach ${exposed.address} can run and end jobs.`);

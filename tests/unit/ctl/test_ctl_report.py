@@ -26,7 +26,9 @@ from rdzv.structs import replace
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
+from rdzv.view.life import Run
 from rdzv.view.reports import Report, report, spent, spent_by
+from rdzv.view.restart_picture import picture
 from tests.unit.view.test_ledger import TABLE, ledger_of
 
 pytestmark = pytest.mark.slow
@@ -146,7 +148,7 @@ class _Reader(HTMLParser):
 
 def test_the_page_needs_nothing_else() -> None:
     fails = of_table(FAILS_TWICE)
-    read = _Reader(report_page.ledger("night", fails, [fails]))
+    read = _Reader(report_page.ledger("night", fails, [fails], picture(Run("r", 0), 0)))
     assert read.loads == []
     text = " ".join(read.text)
     assert "worker failure" in text
@@ -160,7 +162,7 @@ def test_the_page_needs_nothing_else() -> None:
 def test_the_band_is_as_long_as_the_run() -> None:
     """Each interval is drawn in its place, also thousands that are too short to be seen."""
     fails = of_table(FAILS_TWICE)
-    read = _Reader(report_page.ledger("night", fails, []))
+    read = _Reader(report_page.ledger("night", fails, [], ""))
     band = [rect for rect in read.rects if rect["y"] == "0"]
     assert len(band) == len(fails.intervals)
     assert sum(float(rect["width"] or 0) for rect in band) == pytest.approx(1_000, abs=1)
@@ -168,7 +170,7 @@ def test_the_band_is_as_long_as_the_run() -> None:
     many = tuple(
         replace(one, from_unix_ms=at_ms, until_unix_ms=at_ms + 1) for at_ms in range(30_000)
     )
-    read = _Reader(report_page.ledger("night", replace(fails, intervals=many), []))
+    read = _Reader(report_page.ledger("night", replace(fails, intervals=many), [], ""))
     band = [rect for rect in read.rects if rect["y"] == "0"]
     assert len(band) <= 5_001
     assert sum(float(rect["width"] or 0) for rect in band) == pytest.approx(1_000, abs=2)
@@ -185,7 +187,7 @@ def test_no_name_becomes_markup() -> None:
     fails = of_table(FAILS_TWICE)
     named = tuple(replace(cost, node_id=hostile, cause=hostile) for cost in fails.costs)
     evil = tuple(replace(one, node_id=hostile, cause=hostile) for one in fails.intervals)
-    page = report_page.ledger(hostile, replace(fails, costs=named, intervals=evil), [])
+    page = report_page.ledger(hostile, replace(fails, costs=named, intervals=evil), [], "")
     assert "<script" not in page
     assert _Reader(page).loads == []
 
@@ -213,6 +215,7 @@ def test_one_job(job: str, ctl: Ctl, tmp_path: Path) -> None:
         in ctl("report", job, "--html", str(page)).out
     )
     assert re.match("<!doctype html>", page.read_text())
+    assert "The last restart" in page.read_text()
     # Whoever is sent the page may live elsewhere.
     assert re.search(rf'text-anchor="end">[^<]+ {time.strftime("%Z")}</text>', page.read_text())
     assert (

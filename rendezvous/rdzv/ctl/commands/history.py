@@ -145,6 +145,7 @@ def report_command(
     if snapshot is not None and not advice:
         raise click.UsageError("--snapshot-cost needs --advice")
     from rdzv.ctl import as_text_report, report_page
+    from rdzv.view import restart_picture
     from rdzv.view.ledger import chosen, ledgers_of, run_numbers
 
     since_ms = cli.parse_duration("--since", since or _SINCE)
@@ -159,11 +160,13 @@ def report_command(
             text = as_text_report.advice if advice else as_text_report.report
             return cli.answer(output, found, lambda page: text(found, page))
         status, past = client.status(job), whole_history(client, job)
-        runs = ledgers_of(past, servers_now_ms(status, past, now_ms), status.state)
+        now_ms = servers_now_ms(status, past, now_ms)
+        runs = ledgers_of(past, now_ms, status.state)
         run = chosen(job, runs, number)
     others = [one for one in runs if one is not run]
     if html is not None:
-        write_text(html, report_page.ledger(job, run, others))
+        drawn = restart_picture.of_run(past, run.run, status, now_ms)
+        write_text(html, report_page.ledger(job, run, others, drawn))
         return f"{html} has the ledger of {job}; open it in a browser"
     return cli.answer(
         output,

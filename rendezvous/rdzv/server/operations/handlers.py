@@ -35,7 +35,7 @@ from rdzv.stores.base import HISTORY_ROWS, Record
 from rdzv.structs import replace, struct
 from rdzv.transport.wire import convert, read
 from rdzv.v1 import rdzv_pb2 as pb
-from rdzv.view import answers, life, reports, restart_picture
+from rdzv.view import answers, reports, restart_picture
 from rdzv.view.ledger import Ledger, chosen, ledgers_of, run_numbers
 
 if TYPE_CHECKING:
@@ -175,15 +175,8 @@ async def get_restarts(server: Server, request: Any) -> str:
     """Return a picture of the last restarts of a job's latest run, as an SVG."""
     status = await server.status(request.rdzv_id)
     rows = await server.history(request.rdzv_id, HISTORY_ROWS)
-    now_ms = server.clock.now_ms()
-
-    def drawn() -> str:
-        runs = life.runs_of(map(answers.event_in, rows))
-        found = next((run for run in runs if run.run == status.run), life.Run("", now_ms))
-        life.name_present(found, status)
-        return restart_picture.picture(found, now_ms)
-
-    return await asyncio.to_thread(drawn)
+    past, now_ms = map(answers.event_in, rows), server.clock.now_ms()
+    return await asyncio.to_thread(restart_picture.of_run, past, status.run or "", status, now_ms)
 
 
 async def get_report(server: Server, request: Any) -> reports.Report:
