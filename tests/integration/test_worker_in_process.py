@@ -263,7 +263,9 @@ def test_a_call_without_a_state_is_refused() -> None:
 
 
 class FakeNccl:
-    """The part of ProcessGroupNCCL with which torch brackets aborts."""
+    """The part of ProcessGroupNCCL with which torch brackets aborts; from 2.14 on, its group's."""
+
+    supports_coalescing = True
 
     def __init__(self, log: list[str]) -> None:
         self._group_start = lambda: log.append("start")
@@ -277,6 +279,8 @@ class FakeGroup:
         self.group_name = name
         self.rank = lambda: 0
         self._get_backend = lambda device: backend
+        self._start_coalescing = lambda device: log.append("start")
+        self._end_coalescing = lambda device: log.append("end")
         self.abort = lambda: log.append(f"abort {name}")
 
 
