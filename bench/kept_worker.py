@@ -23,7 +23,6 @@ from typing import Any
 import kept_training
 import numpy as np
 import torch
-import torch.distributed as dist
 from recovery_stages import end_with_the_bench
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,13 +95,13 @@ def weights(state: State) -> str:
 def die_while_healing() -> None:
     """Send a few tensors at a time, and die before one of these sends if ordered."""
     healing.BUCKET_BYTES = 600
-    broadcast, divided = healing.broadcast, healing.buckets_of
+    relay, divided = healing.relay, healing.buckets_of
     sends = False
 
-    def noted(tensors: list[torch.Tensor], source: int, group: Any) -> None:
+    def noted(tensors: list[torch.Tensor], before: int | None, after: int | None) -> None:
         nonlocal sends
-        sends = dist.get_rank() == source and len(tensors) > 1
-        broadcast(tensors, source, group)
+        sends = before is None and len(tensors) > 1
+        relay(tensors, before, after)
 
     def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         for number, bucket in enumerate(divided(tensors)):
@@ -113,7 +112,7 @@ def die_while_healing() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
 
-    healing.broadcast, healing.buckets_of = noted, buckets
+    healing.relay, healing.buckets_of = noted, buckets
 
 
 @elastic

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 
@@ -31,7 +32,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from rdzv.worker import healing, staging
-from rdzv.worker.healing import heal
 from rdzv.worker.link import GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
@@ -39,6 +39,7 @@ from rdzv.worker.sealing import Sealing
 from rdzv.worker.slot_format import SEAL_BYTES, TENSORS_AT
 from rdzv.worker.snapshot_slot import Slot
 from rdzv.worker.snapshots import HeldSlots, Snapshots
+from rdzv.worker.verifying import Verifying
 
 SUPPORT = ROOT / "tests" / "support"
 
@@ -81,7 +82,9 @@ def load(runner: Runner, sealing: Sealing) -> None:
     """Heal as a new process does in a round of new processes."""
     held = Snapshots(sealing, runner, None).held  # type: ignore[arg-type]
     round_ = Round(1, 0, 1, 0, 0, "")
-    heal(sealing, round_, HashStore(), None, lambda: Resuming(held, sealing, round_))
+    verifying = Verifying(sealing, None, lambda: None, sys.exit)
+    resuming = partial(Resuming, held, sealing, round_)
+    healing.heal(sealing, "", round_, HashStore(), None, resuming, verifying)
 
 
 def flip_bits(count: int, chance: random.Random) -> None:

@@ -337,7 +337,7 @@ LOST_AFTER_S = 1.0
 
 _WAITS_IN = (
     *("/torch/autograd/", "/torch/distributed/", "/torch/nn/parallel/"),
-    "/rdzv/worker/groups.py",
+    *("/rdzv/worker/groups.py", "/rdzv/worker/healing.py"),
 )
 """Path fragments that identify the innermost frame when the main thread is waiting for gloo."""
 

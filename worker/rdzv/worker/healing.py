@@ -118,8 +118,22 @@ def receivers(offers: list[StateOffer], source: int) -> list[int]:
     ]
 
 
+def prepare(sealing: Sealing) -> str:
+    """Return the digest of this rank's state, or "" if it has none that others may receive.
+
+    It may take as long as a new process takes to start, so it is called before all ranks meet.
+    Raises `CannotBroadcastError` for an entry that cannot be sent.
+    """
+    sealing.contents.refuse_shards()
+    if not sealing.has_begun:
+        # Fail now, rather than in the round that needs to send the state.
+        packed(image=sealing.image(sealing.contents.small_with({})).shapes())
+    return digest_of(sealing.image({})) if sealing.has_begun and not sealing.torn else ""
+
+
 def heal(
     sealing: Sealing,
+    hashed: str,
     round_: Round,
     store: Store,
     expected_step: int | None,
@@ -128,18 +142,13 @@ def heal(
 ) -> Healed:
     """Bring this rank to the state of the round's source. All ranks must call it together.
 
-    If no rank was kept, the ranks first load the newest whole snapshot, if there is one.
+    `hashed` is what `prepare` has returned. If no rank was kept, the ranks first load the newest
+    whole snapshot, if there is one.
 
     Ranks whose state equals the source's receive nothing. A rank that receives into its own tensors
     is torn until the last tensor has arrived and the digests match. Blocks while ranks are missing.
-    Before anything is sent, raises `MismatchError` on all ranks if entries, sizes or types differ,
-    and `CannotBroadcastError` for an entry that cannot be sent.
+    Before anything is sent, raises `MismatchError` on all ranks if entries, sizes or types differ.
     """
-    sealing.contents.refuse_shards()
-    if not sealing.has_begun:
-        # Fail now, rather than in the round that needs to send the state.
-        packed(image=sealing.image(sealing.contents.small_with({})).shapes())
-    hashed = digest_of(sealing.image({})) if sealing.has_begun and not sealing.torn else ""
     verified = verifying.offered()
     offers, manifest = _exchange_offers(sealing, round_, store, "offer", hashed, verified)
     verifying.compare(offers, round_, store)
@@ -164,7 +173,7 @@ def heal(
     if to:
         # A digest of what was loaded says nothing about what is sent, which is in another order.
         sent = "" if resumed and resumed.digest else hashed
-        _send(sealing, offers, source, to, round_, store, sent)
+        _send(sealing, offers, source, to, round_, sent)
     sealing.step = step
     sealing.lineage, sealing.nonce = offers[source].lineage, offers[source].nonce
     if resumed is not None:
@@ -264,14 +273,13 @@ def _send(
     source: int,
     to: list[int],
     round_: Round,
-    store: Store,
     hashed: str,
 ) -> None:
     contents, mine = sealing.contents, offers[round_.rank]
     if round_.rank == source:
         buffers = {name: one.detach().clone() for name, one in contents.buffers()}
         image, seed = sealing.image(contents.small_with(buffers)), torch.initial_seed()
-        transfer(source, to, round_, store, image=image, hashed=hashed, seed=seed)
+        transfer(source, to, round_, image, hashed=hashed, seed=seed)
         return
     own = sealing.image({})
     # A rank that is whole, though behind, stays whole until everything has arrived: if the source
@@ -292,7 +300,7 @@ def _send(
 
     if round_.rank in to and not staged:
         sealing.torn = True
-    received = transfer(source, to, round_, store, make)
+    received = transfer(source, to, round_, make=make)
     if received is None:
         return
     sealing.torn = True
@@ -307,54 +315,62 @@ def transfer(
     source: int,
     to: list[int],
     round_: Round,
-    store: Store,
-    make: Callable[[str, Shape], Tensor] = lambda _, shape: shape.empty(),
     image: Image | None = None,
+    make: Callable[[str, Shape], Tensor] = lambda _, shape: shape.empty(),
     hashed: str = "",
     **more: Any,
 ) -> dict[str, Any] | None:
-    """Send the source's image and `more` to other ranks, over a separate group.
+    """Send the source's image and `more` to other ranks, of which each hands it on to the next.
 
-    All ranks of the round must call it. The ranks in `to` receive into the tensors that `make`
-    returns, and get the `image` beside `more`. `hashed` is the image's `digest_of`, if the source
-    knows it. Raises `NoSourceError` if another image arrives.
+    The ranks in `to` receive into the tensors that `make` returns, and get the `image` beside
+    `more`. `hashed` is the image's `digest_of`, if the source knows it. Ranks that do not take part
+    return at once. Raises `NoSourceError` if another image arrives.
     """
-    # Every rank must call this, including those that are not in the group.
-    group: Any = dist.new_group(sorted([source, *to]))
-    received = None
-    if round_.rank == source:
-        assert image is not None
+    chain = [source, *to]
+    if round_.rank not in chain:
+        return None
+    place = chain.index(round_.rank)
+    before = chain[place - 1] if place else None
+    after = chain[place + 1] if place + 1 < len(chain) else None
+    if image is not None:
         head = packed(image=image.shapes(), digest=hashed or digest_of(image), **more)
-        store.set("head_bytes", str(len(head)))
-        broadcast([torch.frombuffer(bytearray(head), dtype=torch.uint8)], source, group)
-        broadcast([tensor for _, tensor in image.tensors()], source, group)
-    elif round_.rank in to:
-        octets = torch.empty(int(store.get("head_bytes")), dtype=torch.uint8)
-        broadcast([octets], source, group)
-        received = unpacked(octets.numpy().tobytes())
-        received["image"] = received["image"].mapped(make)
-        broadcast([tensor for _, tensor in received["image"].tensors()], source, group)
-        if digest_of(received["image"]) != received["digest"]:
-            raise NoSourceError(
-                f"what rank {round_.rank} received is not the state that rank {source} offered"
-            )
-    if round_.rank in (source, *to):
-        dist.destroy_process_group(group)
+        octets = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        length = torch.tensor(len(head), device="cpu")
+        for tensors in ([length], [octets], [tensor for _, tensor in image.tensors()]):
+            relay(tensors, before, after)
+        return None
+    length = torch.tensor(0, device="cpu")
+    relay([length], before, after)
+    octets = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    relay([octets], before, after)
+    received = unpacked(octets.numpy().tobytes())
+    received["image"] = received["image"].mapped(make)
+    relay([tensor for _, tensor in received["image"].tensors()], before, after)
+    if digest_of(received["image"]) != received["digest"]:
+        raise NoSourceError(
+            f"what rank {round_.rank} received is not the state that rank {source} offered"
+        )
     return received
 
 
-def broadcast(tensors: list[Tensor], source: int, group: Any) -> None:
-    """Broadcast tensors in place, batching small ones."""
-    known = [device.type for device in group._device_types]
-    sends = dist.get_rank() == source
+def relay(tensors: list[Tensor], before: int | None, after: int | None) -> None:
+    """Receive tensors in place from one rank and send them to the next, batching small ones.
+
+    The default group does that at once; a group of its own takes 20 ms to make and to destroy.
+    """
+    known = [device.type for device in dist.group.WORLD._device_types]  # type: ignore[union-attr]
+    # The group's timeout may be shorter than the source takes for its digest.
+    timeout = dist.distributed_c10d.default_pg_timeout
     for bucket in buckets_of(tensors):
         flat = torch.cat([one.reshape(-1) for one in bucket])
         wire = flat if flat.device.type in known else flat.to(known[0])
-        dist.broadcast(wire, source, group=group)
-        if not sends:
+        if before is not None:
+            dist.irecv(wire, before).wait(timeout)  # type: ignore[union-attr]
             with torch.no_grad():
                 for one, came in zip(bucket, torch.split(wire, [one.numel() for one in bucket])):
                     one.copy_(came.view(one.shape))
+        if after is not None:
+            dist.isend(wire, after).wait(timeout)  # type: ignore[union-attr]
 
 
 def buckets_of(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -24,7 +24,7 @@ from .groups import (
     free_groups,
     refuse_groups_from_outside,
 )
-from .healing import heal
+from .healing import heal, prepare
 from .link import Go, Link, Release, process_link
 from .resuming import Resuming
 from .rounds import (
@@ -274,19 +274,21 @@ class Session:
         # A standby's first round begins with an order, too.
         round_ = self._round = round_of(os.environ, kept=self.groups is not None)
         groups = self.groups = RoundGroups(round_, self._options, self._link, self.groups)
+        hashed = prepare(self._sealing)
         begun = time.monotonic()
         groups.open()
         ready = time.monotonic()
         assert groups.store is not None
         self._sealing.is_redo = round_.kept and not self._ended_between_steps
         self._ended_between_steps = False
-        expected_step = go.step if go else None
+        step = go.step if go else None
         self._resuming = None
-        verifying = self.verifying
-        healed = heal(self._sealing, round_, groups.store, expected_step, self._resume, verifying)
+        healed = heal(
+            self._sealing, hashed, round_, groups.store, step, self._resume, self.verifying
+        )
         self.snapshots.begin_round(round_)
         self._sealing.begin_round(round_.rank, round_.world_size, self._before_step)
-        verifying.begin_round()
+        self.verifying.begin_round()
         if self._link is not None:
             self._link.resumed(
                 round=round_.number,
