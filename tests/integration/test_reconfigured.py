@@ -69,15 +69,15 @@ def documented() -> str:
     (text,) = (
         one for one in re.findall("```python\n(.*?)```", page, re.S) if "reconfigure(" in one
     )
-    assert text.count("steps, model = None, 0, 200, None") == text.count("step += 1\n") == 1
+    assert text.count("steps = None, 0, 200") == text.count("step += 1\n") == 1
     text = text.replace("200", "600")
-    made = "model = DistributedDataParallel(net)\n"
+    made = "model = DistributedDataParallel(net, init_sync=False)\n"
     assert text.count(made) == 1
     text = text.replace(made, f"mark(-1 - round.number); {made}")
     return text.replace("step += 1\n", "step += 1; mark(step)\n")
 
 
-def test_the_documented_script_keeps_its_group_and_wrapper(tmp_path: Path) -> None:
+def test_the_documented_script_survives_lost_and_new_ranks(tmp_path: Path) -> None:
     with world(tmp_path, "script", text=documented()) as made:
         first, second, lost = made.begin(3)
         lost.wait_line("mark", step=100)
@@ -86,12 +86,12 @@ def test_the_documented_script_keeps_its_group_and_wrapper(tmp_path: Path) -> No
         made.begin(2, [first, second], step=max(one["step"] for one in parked))
         resumed = made.resumed()
         assert [one["step"] for one in resumed] == [max(one["step"] for one in parked)] * 2
-        first.wait_line("mark", step=300)  # By the wrapper of three ranks.
+        first.wait_line("mark", step=300)
         parked = made.end()
         made.begin(3, [second, first], step=max(one["step"] for one in parked))
         assert [worker.exit_code() for worker in made.workers] == [0, 0, 0]
         wrapped = [-1 - row["step"] for row in first.lines("mark") if row["step"] < 0]
-        assert wrapped == [0, 2]
+        assert wrapped == [0, 1, 2]
         last = {worker.text().splitlines()[-1] for worker in made.workers}
         assert len(last) == 1 and last.pop().startswith("step 600, bias ")
 
@@ -114,6 +114,62 @@ def test_an_error_of_the_scripts_own_is_raised_again(tmp_path: Path) -> None:
         assert only.exit_code() == 1
         assert "reconfigure() was called again without an exception" in only.text()
         assert only.text().endswith("ValueError: the script's own\n")
+
+
+KEEPS_WRAPPERS = """
+import torch
+import torch.distributed as dist
+from rdzv.worker import StaleGroupError, reconfigure
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+net, error, old = torch.nn.Linear(8, 1), None, []
+while True:
+    round = reconfigure(error, step=1)
+    try:
+        for parameter in net.parameters():
+            dist.broadcast(parameter.data, round.source)
+        for wrapper in old:
+            try:
+                wrapper(torch.ones(1, 8))
+            except StaleGroupError as refused:
+                print(refused)
+        model = DistributedDataParallel(net, init_sync=False)
+        net.zero_grad()
+        model(torch.full((1, 8), 1.0 + round.rank)).sum().backward()
+        sharded = torch.nn.Linear(8, 2)
+        fully_shard(sharded)
+        sharded(torch.ones(1, 8)).sum().backward()
+        old += [model, sharded]
+        model(torch.ones(1, 8))  # Its backward pass never comes.
+        mark([round.number, *net.weight.grad[0, :2].tolist()])
+        while True:
+            dist.all_reduce(torch.ones(1))
+    except Exception as failure:
+        error = failure
+"""
+
+
+def test_a_wrapper_of_an_earlier_round_is_refused_and_takes_no_part_in_the_next(
+    tmp_path: Path,
+) -> None:
+    """Beside a new rank, whose own would wait for it; and with as many ranks as before."""
+    with world(tmp_path, "script", text=KEEPS_WRAPPERS) as made:
+        made.holds_connections = True  # All ranks are cut within a collective.
+        kept: list[Any] = []
+        for number in range(3):
+            for worker in made.begin(2, kept, step=1):
+                # The mean of what the two ranks have computed.
+                worker.wait_line("mark", step=[number, 1.5, 1.5])
+            if number == 0:
+                made.workers[1].kill()
+                kept = made.workers[:1]
+            else:
+                kept = made.workers
+            made.end(kept)
+        text = kept[0].text()
+        for number, times in ((0, 4), (1, 2)):
+            assert text.count(f"a wrapper of round {number} (DistributedDataP") == times
 
 
 def test_torchs_own_example_holds() -> None:

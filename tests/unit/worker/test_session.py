@@ -37,7 +37,7 @@ class Link:
 class Groups:
     """Groups of a round, without torch."""
 
-    is_unwatched = all_kept = False
+    is_unwatched = False
 
     def __init__(self, round_: Round, *_: object) -> None:
         self.round = round_

@@ -19,7 +19,7 @@ import sys
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,6 @@ class RoundGroups:
         self._former = former
         self._can_be_kept = False
         """Whether the default group may go on in the next round."""
-        self.all_kept = False
-        """Whether all ranks have brought their default group from the previous round."""
         self._references = 0
         """How many references there are to it that hold nothing else of the round."""
         self._options = options
@@ -123,10 +121,8 @@ class RoundGroups:
 
     def _reconfigure(self, device: str | torch.device) -> None:
         """Give the default group this round's ranks. Blocks until all ranks have done so."""
-        mine = (c10d._get_reconfigure_handle(), self._references > 0)
-        handles, kept = zip(*exchange(self.store, self.round, "handle", mine))
-        _reconfigure(self.round.number << 32, list(handles))
-        self.all_kept = all(kept)
+        handles = exchange(self.store, self.round, "handle", c10d._get_reconfigure_handle())
+        _reconfigure(self.round.number << 32, handles)
         # A first collective: torch's record of them begins again from 1, and shows it only then.
         dist.all_reduce(torch.zeros(1, device=device))
         self._can_be_kept = True
@@ -246,6 +242,25 @@ class RoundGroups:
             "under @elastic, and keep them in its local variables only"
         )
 
+    def refuse_wrappers(self) -> None:
+        """Have what torch has made of the default group raise `StaleGroupError` when it is used.
+
+        It would wait for ever beside the wrapper of a new rank, or beside one that has not divided
+        its gradients anew yet. Sharded parameters of other ranks would be taken for those of the
+        same number.
+        """
+        refusal = _Refusal(self.round.number)
+        for holder in gc.get_referrers(c10d.GroupMember.WORLD):
+            if isinstance(holder, dict) and "reducer" in holder:
+                # The attributes of a DistributedDataParallel. An interrupted backward pass of it
+                # would go on in that of the next wrapper.
+                holder["reducer"]._remove_autograd_hooks()
+                holder.setdefault("forward", refusal)
+            elif type(holder).__module__.startswith("torch.distributed.fsdp."):
+                for name, value in list(vars(holder).items()):
+                    if value is c10d.GroupMember.WORLD:
+                        setattr(holder, name, refusal)
+
     def make_store(self) -> Store:
         """Connect to the store at MASTER_ADDR; a single process without one has its own."""
         from torch._C._distributed_c10d import HashStore, TCPStore
@@ -288,6 +303,22 @@ def _reconfigure(uuid: int, handles: list[str]) -> None:
     c10d._world.pg_group_ranks[c10d.GroupMember.WORLD] = ranks
     # Group names are numbers, and must match on all ranks: the default group's is 0.
     c10d._world.group_count = 1
+
+
+class _Refusal:
+    """Stands where a wrapper looks for its group or for its forward pass."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise StaleGroupError(
+            f"a wrapper of round {self._number} (DistributedDataParallel, fully_shard) is used in "
+            "a later round, whose ranks it does not fit: make wrappers anew in each round"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self()
 
 
 def _references() -> int:

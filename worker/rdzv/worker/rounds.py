@@ -44,8 +44,6 @@ class Round:
     """The number of committed steps from which the round continues."""
     source: int = 0
     """The rank whose state the others have received, or are to receive."""
-    all_kept: bool = False
-    """Whether all ranks took part in the previous round, and torch has reconfigured its group."""
 
     @property
     def leaving(self) -> bool:

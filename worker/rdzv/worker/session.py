@@ -300,9 +300,7 @@ class Session:
                 is_unwatched=groups.is_unwatched,
                 not_loaded="; ".join(self._resuming.not_loaded)[:500] if self._resuming else "",
             )
-        self._round = replace(
-            round_, step=healed.step or 0, source=healed.source, all_kept=groups.all_kept
-        )
+        self._round = replace(round_, step=healed.step or 0, source=healed.source)
         return self._round
 
     def _resume(self) -> Resuming:
@@ -360,6 +358,8 @@ class Session:
         for callback in self._state._on_park:
             callback(over.round)
         link.parked(over.round.number, over.groups.connections, **self._sealing.holds())
+        if not self._refuses_old_groups:
+            over.groups.refuse_wrappers()
         return link.wait_for_order()
 
 
@@ -474,10 +474,10 @@ def reconfigure(
     object then, with the ranks of `round`. Other groups that the script created are destroyed.
 
     Neither parameters nor optimizers are touched. `round.source` is the rank to receive them from,
-    at `round.step`. If `round.all_kept`, all ranks have been in the round before, and
-    `DistributedDataParallel` made there can be used again; else all ranks make it anew. A rank is
-    not kept if its step is more than one away from the others', and no rank is kept if rounds end
-    one after the other without a step. Call `dist.barrier()` before work that one rank does alone.
+    at `round.step`. Wrappers (DistributedDataParallel, fully_shard) are made anew in each round; an
+    old one raises `StaleGroupError` when it is used. A rank is not kept if its step is more than
+    one away from the others', and no rank is kept if rounds end one after the other without a step.
+    Call `dist.barrier()` before work that one rank does alone.
 
     Raises the given exception again if a lost peer has not caused it, and without rdzvrun; and
     `UnsupportedError` if torch is older than 2.14. Source: torch/distributed/distributed_c10d.py.
