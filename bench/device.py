@@ -184,7 +184,7 @@ def train_kept(rounds: int) -> None:
 
     @elastic(backend="gloo")  # NCCL does not let two ranks share a GPU.
     def train(state: Any, round_: Round) -> None:
-        ddp, begun = DistributedDataParallel(state.model), state.step
+        ddp, begun = DistributedDataParallel(state.model, init_sync=False), state.step
         while state.step < total:
             if round_.rank and state.step - begun >= STEPS and state.step <= total - STEPS:
                 os.kill(os.getpid(), signal.SIGKILL)

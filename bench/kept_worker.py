@@ -130,7 +130,7 @@ def train(state: State, round_: Round) -> None:
         seed=torch.initial_seed(),
     )
     # Buckets rebuilt after the first step of a round would be summed in another order.
-    model = DistributedDataParallel(state.model, find_unused_parameters=True)
+    model = DistributedDataParallel(state.model, init_sync=False, find_unused_parameters=True)
     data = kept_training.make_data()
     mine, steps = ORDERS / str(os.getpid()), 0
     progress = Path(os.environ["RDZV_PROGRESS_FILE"])

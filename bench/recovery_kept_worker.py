@@ -35,7 +35,7 @@ def train(state: State, round: Round) -> None:
     if ones.item() != dist.get_world_size():
         raise RuntimeError(f"{ones.item()} ranks answered of {dist.get_world_size()}")
     reach("reduced", time.monotonic(), round.number)
-    model = DistributedDataParallel(state.model)
+    model = DistributedDataParallel(state.model, init_sync=False)
     steps = 0
     while True:
         state.optimizer.zero_grad()

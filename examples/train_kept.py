@@ -43,8 +43,9 @@ def train(
     if round.rank == 0:
         how = "going on" if round.kept else "starting"
         print(f"{how} at step {state.step} | world_size {round.world_size}", flush=True)
+    # All ranks have the same state by now, so the wrapper need not send it once more.
     model = DistributedDataParallel(
-        state.model, device_ids=[device.index] if device.type == "cuda" else None
+        state.model, [device.index] if device.type == "cuda" else None, init_sync=False
     )
     while state.sampler.epoch < args.epochs:
         epoch = state.sampler.epoch

@@ -466,3 +466,16 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert run_script([*command, str(script)]).count('"what": "done"') == 2
+
+
+def test_what_is_compiled_outlives_the_wrapper_of_a_round(tmp_path: Path) -> None:
+    with world(tmp_path, "compiled") as made:
+        times, kept = set(), list[Worker]()
+        for number in range(3):
+            for worker in made.begin(2, kept):
+                worker.wait_line("compiled", round=number)
+            times.add(made.workers[0].lines("compiled")[-1]["times"])
+            made.workers[1].kill()
+            kept = made.workers[:1]
+            made.end(kept)
+        assert times == {1}

@@ -154,7 +154,7 @@ def train(
     @elastic
     def run(state: State, round_: Round) -> None:
         fault(faults, round_, state.step, "begin")
-        model = DistributedDataParallel(state.model)
+        model = DistributedDataParallel(state.model, init_sync=False)
         model.register_comm_hook(None, _faulty_hook(faults, state, round_))
         if settles:
             model.eval()
@@ -220,6 +220,42 @@ def _faulty_hook(faults: list[dict[str, Any]], state: State, round_: Round) -> A
         return future.then(lambda done: done.value()[0])
 
     return hook
+
+
+class Layers(nn.Sequential):
+    """A model with a forward pass of the script's own, which is what torch compiles."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def compiled() -> None:
+    """Train a model whose wrapper is compiled in each round; count what that compiles."""
+    net = Layers(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    state = State(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.01), step=0)
+    times = 0
+
+    def counting(graph: Any, _: Any) -> Any:
+        nonlocal times
+        times += 1
+        return graph.forward
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        wrapper = DistributedDataParallel(state.net, init_sync=False)
+        model = torch.compile(wrapper, backend=counting)
+        while True:
+            state.optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            state.optimizer.step()
+            state.step += 1
+            state.commit()
+            if state.step % 4 == 0:
+                say("compiled", round=round_.number, times=times)
+
+    run(state)
 
 
 def with_socket(steps: int, port: int) -> None:

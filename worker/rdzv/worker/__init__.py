@@ -7,7 +7,7 @@ training loop into a function decorated with `@elastic`:
 
     @elastic
     def train(state, round):
-        model = DistributedDataParallel(state.model)
+        model = DistributedDataParallel(state.model, init_sync=False)
         while state.sampler.epoch < 10:
             for batch in DataLoader(data, batch_sampler=state.sampler):
                 ...
