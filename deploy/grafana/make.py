@@ -308,12 +308,6 @@ FLEET = Board(
             "How rounds begin and end",
             (
                 panel(
-                    "Workers of new rounds",
-                    "Kept from the round before, or new processes.",
-                    (increase("rdzv_round_workers_total", FLEET_OF, "kind"), "{{kind}}"),
-                    kind=STACKED,
-                ),
-                panel(
                     "How workers came into rounds",
                     "Kept from the round before, hot standbys, forked warm, or started cold.",
                     (increase("rdzv_workers_started_total", FLEET_OF, "kind"), "{{kind}}"),

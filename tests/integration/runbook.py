@@ -16,7 +16,7 @@ def commands() -> list[str]:
 
 
 def questions() -> list[str]:
-    """Return the commands of the table of questions that change nothing."""
+    """Return the commands of the table of questions that only ask the server."""
     table = PAGE.read_text().partition("## The alerts")[0]
-    changes = ("drain", "undrain", "tokens")
-    return [c for c in commands() if f"`{c}`" in table and c.split()[1] not in changes]
+    others = ("drain", "undrain", "tokens", "doctor")
+    return [c for c in commands() if f"`{c}`" in table and c.split()[1] not in others]

@@ -246,7 +246,7 @@ def what_dashboards_draw_is_told(c: Cluster) -> None:
     assert (explained.returncode, explained.stderr) == (0, "")
     assert "node lost: twice, " in explained.stdout
     for question in questions():
-        asked = question.replace("JOB", JOB).replace("NODE", "g2").split()[1:]
+        asked = question.replace("JOB", "submitted").replace("NODE", "g1").split()[1:]
         answered = c.run("rdzvctl", "--server", c.endpoint, *asked)
         assert (answered.returncode, answered.stderr) == (0, ""), question
         assert answered.stdout, question

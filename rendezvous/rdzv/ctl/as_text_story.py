@@ -51,7 +51,8 @@ def explain(status: JobStatus, history: Sequence[Event], page: Page) -> str:
             lines += ["", page.line(bold("What it cost"))]
             costs = [*_costs(spent), *_spent(spent)]
             lines += [line for cost in costs for line in page.sentence(cost)]
-    lines += ["", page.line(bold("Now")), *_now(status, page)]
+    if run is None or run.ended_ms is None:
+        lines += ["", page.line(bold("Now")), *_now(status, page)]
     return "\n".join(lines)
 
 
@@ -215,10 +216,6 @@ def _first_failure(run: Run, failures: Sequence[tuple[int, str]], page: Page) ->
     if len(failures) > 1:
         others = counted(len(failures) - 1, "other worker failure")
         lines += page.sentence(f"{others} followed in this run; `rdzvctl events` lists them.")
-    if run.result == "failed" and len(weighed) > 1:
-        last = weighed[-1]
-        ended = f"The run ended with the failure of round {last.number}: {last.charge_reason}"
-        lines += page.sentence(_sentence(ended))
     return lines
 
 

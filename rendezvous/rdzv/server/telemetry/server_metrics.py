@@ -31,7 +31,6 @@ from rdzv.core.events import (
     WorkerStart,
 )
 from rdzv.core.evidence.collectives import KINDS
-from rdzv.core.kept_ranks import kept_workers
 from rdzv.core.model import Cause, JobState, Result, Round, State, job_state
 from rdzv.errors import DeniedError, UnauthenticatedError
 from rdzv.runtime.counts import Counted, Counts, each
@@ -48,9 +47,6 @@ ENDED_JOBS = 1_000
 
 ENDED_JOB_MS = 5 * 60_000
 """How long /metrics shows a job that has ended, so that its last counts are scraped."""
-
-KEPT, NEW = "kept", "new"
-"""The kinds of workers in a round: kept from the previous round, or new."""
 
 FIRST, AGAIN = "first", "again"
 """The kinds of formation: a run's first round, or a later one."""
@@ -84,12 +80,6 @@ COUNTED = (
         each((*KINDS, NO_CAUSE)),
     ),
     Counted("rdzv_worker_failures_total", "Workers that failed."),
-    Counted(
-        "rdzv_round_workers_total",
-        "Workers of complete rounds: kept from the round before, or new processes.",
-        ("kind",),
-        each((KEPT, NEW)),
-    ),
     Counted(
         "rdzv_workers_started_total",
         "Workers of rounds that all nodes have started, by how: kept, hot, warm or cold.",
@@ -337,9 +327,6 @@ class Metrics:
         self, tally: JobTally, after: State, last: Round | None, round_: Round, now_ms: int
     ) -> None:
         tally.completed += 1
-        kept = kept_workers(round_)
-        self.counts.add("rdzv_round_workers_total", KEPT, by=kept)
-        self.counts.add("rdzv_round_workers_total", NEW, by=round_.world_size - kept)
         since_ms, kind = tally.round_ended_ms, AGAIN
         if since_ms is None:
             since_ms, kind = after.membership.began_at_ms, FIRST
