@@ -270,9 +270,9 @@ class Connection:
                 f"{self.path}: the commit failed and may have happened: {error}"
             ) from error
         if number != self.mark.number:
-            self._note_commit(number)
+            self._record_commit(number)
 
-    def _note_commit(self, number: int) -> None:
+    def _record_commit(self, number: int) -> None:
         """Write the commit's number to the mark file before any caller learns of the commit."""
         self.mark = StoreMark(self.mark.store, number)
         try:

@@ -213,7 +213,7 @@ class Talk:
             case "joined":
                 self.run = message.joined.run
             case "round_completed":
-                self._hear_line(message.round_completed)
+                self._receive_line(message.round_completed)
             case "round_ended":
                 self._hear_end(message.round_ended)
             case "closed":
@@ -224,7 +224,7 @@ class Talk:
                 self._reason = message.waiting.reason
                 log.info("%s: %s", self.options.rdzv_id, self._reason)
 
-    def _hear_line(self, line: pb.Assignment) -> None:
+    def _receive_line(self, line: pb.Assignment) -> None:
         if self.phase is not PartPhase.JOINING or (self.line and line.round <= self.line.round):
             return
         self.phase, self.line, self.over = PartPhase.RUNNING, line, ""

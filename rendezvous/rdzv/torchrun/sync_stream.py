@@ -197,7 +197,7 @@ class NodeStream:
             elif message.HasField("servers"):
                 self._attempts.rota.learn(message.servers.addresses)
             elif message.HasField("lease"):
-                self._take_interval(message.lease.heartbeat_interval_ms)
+                self._apply_interval(message.lease.heartbeat_interval_ms)
             elif message.HasField("read_log"):
                 with self._lock:
                     self.say(_no_logs(message.read_log.request))
@@ -210,7 +210,7 @@ class NodeStream:
     def _greet(self, endpoint: Endpoint, welcome: pb.Welcome) -> None:
         self._attempts.welcomed(time.monotonic())
         self._hello.incarnation = welcome.incarnation
-        self._take_interval(welcome.heartbeat_interval_ms)
+        self._apply_interval(welcome.heartbeat_interval_ms)
         if self._told_lost:
             self._told_lost = False
             log.warning("reconnected to the server at %s", endpoint)
@@ -219,7 +219,7 @@ class NodeStream:
             # The sender is still waiting for the old interval; this message ends its wait.
             self.say(pb.NodeMessage(heartbeat=pb.Heartbeat()))
 
-    def _take_interval(self, heartbeat_interval_ms: int) -> None:
+    def _apply_interval(self, heartbeat_interval_ms: int) -> None:
         self._heartbeat_interval_s = max(heartbeat_interval_ms, 100) / 1000
 
     def _deliver(self, message: pb.ServerMessage) -> None:

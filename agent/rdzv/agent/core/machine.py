@@ -100,7 +100,7 @@ def _apply(work: Work, event: events.Event) -> None:
         case messages.Refused():
             _accept_refusal(work, event)
         case events.Unhealthy():
-            _note_unhealthy(work, event)
+            _record_unhealthy(work, event)
         case (
             events.WorkerExited()
             | events.WorkerSuspected()
@@ -111,7 +111,7 @@ def _apply(work: Work, event: events.Event) -> None:
         ):
             _apply_to_workers(work, event)
         case events.WorkerResumed():
-            _note_resumed(work, event)
+            _record_resumed(work, event)
         case events.KeptExited():
             _note_kept_exit(work, event)
         case events.KeptGone():
@@ -274,7 +274,7 @@ def _apply_to_workers(
         case events.WorkerExited():
             _note_exit(work, event)
         case events.WorkerSuspected():
-            _note_suspect(work, event)
+            _record_suspect(work, event)
         case events.WorkersGone():
             work.state = replace(
                 work.state,
@@ -291,7 +291,7 @@ def _apply_to_workers(
             work.state = replace(work.state, stuck_pids=event.pids)
             work.do(ReportStuck(*work.state.speaker, work.state.run, event.round, event.pids))
         case events.Fenced():
-            _note_fence(work, event)
+            _record_fence(work, event)
         case events.StartFailed():
             leaving = Leaving(LeaveCause.START_FAILED, event.reason, EXIT_FAILED)
             leave(work, leaving, grace_ms=0, signum=None)
@@ -337,10 +337,10 @@ def _note_failure(work: Work, event: events.WorkerExited | events.WorkerSuspecte
     if state.phase is Phase.RUNNING:
         stop(work, state.job.failure_stop_timeout_ms, keep=True)
     if is_odd:
-        _note_unhealthy(work, events.Unhealthy(event.round, failure.message.partition(": ")[2]))
+        _record_unhealthy(work, events.Unhealthy(event.round, failure.message.partition(": ")[2]))
 
 
-def _note_suspect(work: Work, event: events.WorkerSuspected) -> None:
+def _record_suspect(work: Work, event: events.WorkerSuspected) -> None:
     """Record a broken collective, which may be a peer's fault. Its worker parks by itself."""
     state = work.state
     if event.local_rank not in state.alive:
@@ -352,7 +352,7 @@ def _note_suspect(work: Work, event: events.WorkerSuspected) -> None:
         _note_failure(work, event)
 
 
-def _note_fence(work: Work, event: events.Fenced) -> None:
+def _record_fence(work: Work, event: events.Fenced) -> None:
     """This is no worker failure. If all have succeeded, only leftover processes are killed."""
     state = work.state
     if state.phase is Phase.SUCCEEDED:
@@ -375,7 +375,7 @@ def rejoins_after_failure(state: AgentState, round_: int) -> bool:
     )
 
 
-def _note_unhealthy(work: Work, event: events.Unhealthy) -> None:
+def _record_unhealthy(work: Work, event: events.Unhealthy) -> None:
     """Make an unhealthy node leave instead of joining again. Its failure still counts."""
     if rejoins_after_failure(work.state, event.round):
         reason = f"unhealthy: {event.reason}"
@@ -464,7 +464,7 @@ def resume_ms(job: JobTerms) -> int:
     return max(job.park_timeout_ms, _RESUME_LEAST_MS)
 
 
-def _note_resumed(work: Work, event: events.WorkerResumed) -> None:
+def _record_resumed(work: Work, event: events.WorkerResumed) -> None:
     if _is_current(work.state, event.round):
         left = (one for one in work.state.resuming if one.local_rank != event.local_rank)
         work.state = replace(work.state, resuming=tuple(left))
@@ -484,7 +484,7 @@ def _suspect_waiting(work: Work) -> None:
     seconds = resume_ms(state.job) / 1000
     message = f"it was kept, and did not continue within {seconds:g} s"
     number = state.assignment.round
-    _note_suspect(
+    _record_suspect(
         work, events.WorkerSuspected(number, one.local_rank, one.pid, message, "", age_ms=0)
     )
 

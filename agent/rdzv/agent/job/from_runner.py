@@ -43,7 +43,7 @@ class RunnerEvents:
             return job.standby.hear(event)
         match event:
             case events.WorkerExited() if event.exit_code != 0:
-                return job.tasks.start(self._take_failure(event), f"exit in {job.rdzv_id}")
+                return job.tasks.start(self._handle_failure(event), f"exit in {job.rdzv_id}")
             case events.SnapshotsWritten():
                 job.disk.note(event)
             case events.RunnerExited():
@@ -61,7 +61,7 @@ class RunnerEvents:
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._ending_leftovers)
 
-    async def _take_failure(self, exited: events.WorkerExited) -> None:
+    async def _handle_failure(self, exited: events.WorkerExited) -> None:
         if (round_ := self._job.round_of(exited.round)) is not None:
             self._take(await round_.explain_failure(exited))
 

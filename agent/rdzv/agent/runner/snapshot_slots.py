@@ -110,13 +110,13 @@ class SnapshotSlots:
     def announce(self, request: SnapshotWatermark) -> None:
         self._watermark = request
         for link in self._links.values():
-            self._tell_watermark(link)
+            self._send_watermark(link)
 
-    def _tell_watermark(self, link: Worker) -> None:
+    def _send_watermark(self, link: Worker) -> None:
         if self._watermark is not None:
             link.tell("watermark", **asdict(self._watermark))
 
-    def _tell_pinned(self, link: Worker) -> None:
+    def _send_pinned(self, link: Worker) -> None:
         link.tell("pinned", mark=None if self._pinned is None else asdict(self._pinned))
 
     def begin_round(self, resume_step: int | None) -> None:
@@ -159,7 +159,7 @@ class SnapshotSlots:
         """Forbid workers to overwrite a step, until the next call. None forbids nothing."""
         self._pinned = mark
         for link in self._links.values():
-            self._tell_pinned(link)
+            self._send_pinned(link)
 
     # ------------------------------------------------------------------ the workers' frames
 
@@ -185,9 +185,9 @@ class SnapshotSlots:
             if size and agent.hears_of_snapshots:
                 agent.tell("snapshot_refused", local_rank=link.local_rank, reason=reason)
         else:
-            self._tell_watermark(link)
+            self._send_watermark(link)
             if self._pinned is not None:
-                self._tell_pinned(link)
+                self._send_pinned(link)
             link.tell("slots", (*fds, *copies), bytes=slots.size)
 
     def note(self, local_rank: int, number: int, snapshot: Snapshot | None) -> None:

@@ -259,7 +259,7 @@ class WarmForks:
                     stack.enter_context(theirs)
                     fds.append(theirs.fileno())
                     start = waiting.popleft()
-                    fork = Fork(self._loop, ours, start, self._take_answer)
+                    fork = Fork(self._loop, ours, start, self._handle_answer)
                     forks.append(fork)
                     if start is not None:
                         start.fork, start.give_up_at = fork, time.monotonic() + FORK_TIMEOUT_S
@@ -305,7 +305,7 @@ class WarmForks:
             # A start that was given up has none, and its fork exits.
             if fork.start is None or fork.start in self._wanted:
                 try:
-                    self._take_fork(fork, pid)
+                    self._handle_fork(fork, pid)
                 except OSError as error:
                     reason = reason or str(error)
         if not reason:
@@ -316,7 +316,7 @@ class WarmForks:
         starts = [fork.start for fork in forks if fork.start is not None and fork.child is None]
         self._replace_forks(starts, reason)
 
-    def _take_fork(self, fork: Fork, pid: int) -> None:
+    def _handle_fork(self, fork: Fork, pid: int) -> None:
         fork.child = self._runner.children.take(pid, partial(self._end_fork, fork), spared=True)
         if fork.start is None:
             self._spares.append(fork)
@@ -350,7 +350,7 @@ class WarmForks:
         except (OSError, ValueError, BufferError) as error:
             self._give_up([start], str(error))
 
-    def _take_answer(self, fork: Fork, answer: Mapping[str, object]) -> None:
+    def _handle_answer(self, fork: Fork, answer: Mapping[str, object]) -> None:
         start, child = fork.start, fork.child
         assert start is not None
         assert child is not None

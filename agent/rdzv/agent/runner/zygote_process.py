@@ -194,14 +194,14 @@ class ZygoteProcess:
         try:
             self._zygote = start_linked(
                 self._runner, "the zygote", partial(_program_of, spec), self._end_zygote,
-                self._take_message, self._lose_link, MAX_MESSAGE_BYTES,
+                self._handle_message, self._lose_link, MAX_MESSAGE_BYTES,
             )  # fmt: skip
         except OSError as error:
             self._report_lost(f"cannot start {spec.argv[0]!r}: {reason_of(error)}")
         else:
             self._loop.call_at(time.monotonic() + PRELOAD_TIMEOUT_S, self._end_imports)
 
-    def _take_message(self, message: Mapping[str, object]) -> None:
+    def _handle_message(self, message: Mapping[str, object]) -> None:
         if "ready" in message:
             readiness = decode(Readiness, message["ready"])
             self.is_ready = True
@@ -385,7 +385,7 @@ class WarmRestarts:
             pass
         else:
             if uid == self._uid:  # Any account can see the address.
-                self._take_report(pid, changed)
+                self._handle_report(pid, changed)
         if self._reports_left <= 0:
             self.close()
 
@@ -395,7 +395,7 @@ class WarmRestarts:
         identity = None if spec is None else spec.identity
         return os.getuid() if identity is None else identity.uid
 
-    def _take_report(self, pid: int, changed: list[str]) -> None:
+    def _handle_report(self, pid: int, changed: list[str]) -> None:
         if changed:
             names = ", ".join(f"{name!r:.70}" for name in changed[:8])
             self._give_up(

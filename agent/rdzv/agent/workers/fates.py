@@ -122,9 +122,9 @@ class FateRecorder:
             case events.Fenced() if self._is_current(event.round):
                 self._stop(state.alive, signal.SIGKILL)
         for command in doing:
-            self._note_command(command, state)
+            self._record_command(command, state)
 
-    def _note_command(self, command: commands.Command, state: AgentState) -> None:
+    def _record_command(self, command: commands.Command, state: AgentState) -> None:
         match command:
             case commands.SayJoin():
                 self._event_log.joining(self._now_ms())

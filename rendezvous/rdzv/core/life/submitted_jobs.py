@@ -88,7 +88,7 @@ def decline_job(work: Draft, command: Decline) -> Ignored | None:
     work.events.append(NodeDeclined(node_id, command.reason))
     if work.state.present(node_id):
         depart(work, node_id, NodeState.LEFT, command.reason, None)
-    _note_queued(work)
+    _record_queued(work)
     return None
 
 
@@ -121,10 +121,10 @@ def withdraw_nodes(work: Draft, node_ids: tuple[str, ...], reason: str) -> None:
             depart(work, node_id, NodeState.LEFT, reason, None)
     work.store_submission(_submission(work).without(node_ids))
     work.events.append(NodesWithdrawn(node_ids, reason))
-    _note_queued(work)
+    _record_queued(work)
 
 
-def _note_queued(work: Draft) -> None:
+def _record_queued(work: Draft) -> None:
     if work.state.queued:
         work.store_submission(replace(_submission(work), queued_again_ms=work.now_ms))
 

@@ -152,7 +152,7 @@ class Forgetting:
         most, kept_ms = retention.ended_jobs, retention.ended_for_ms
         now_ms, ended_at_ms = self._clock.now_ms(), dict(self._jobs.ended)
         try:
-            seen = await self._note_time(now_ms)
+            seen = await self._record_time(now_ms)
         except errors.RendezvousError as error:
             log.warning("could not forget ended jobs: %s; will retry", error)
             return
@@ -174,7 +174,7 @@ class Forgetting:
             except errors.RendezvousError as error:
                 log.error("cannot forget job %s: %s", rdzv_id, error)
 
-    async def _note_time(self, now_ms: int) -> TimeSeen:
+    async def _record_time(self, now_ms: int) -> TimeSeen:
         await self._seen.load()
         seen = self._seen.value.noted(now_ms, at_start=not self._time_noted)
         await self._seen.swap(seen, msgspec.json.encode(seen))

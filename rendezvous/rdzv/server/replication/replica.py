@@ -173,7 +173,7 @@ class Replica:
         self._driver, self._since_ms = driver, self._clock.now_ms()
         self._tell_order()
         self._tell(True)
-        self._note_change()
+        self._record_change()
 
     def stand_by(self, error: errors.RendezvousError) -> None:
         driver, self._driver = self._driver, None
@@ -196,7 +196,7 @@ class Replica:
     ) -> None:
         """Lead whenever elected, until cancelled. `metrics` counts across all terms."""
         self.election = election
-        self._probe = LeaderProbe(election, self._note_change)
+        self._probe = LeaderProbe(election, self._record_change)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow(election))
@@ -216,7 +216,7 @@ class Replica:
         while True:
             if leader is not None:
                 self._last_leader = leader.address
-            self._note_change()
+            self._record_change()
             leader = await election.changed(leader)
 
     async def _keep_order(self, election: Election) -> None:
@@ -243,7 +243,7 @@ class Replica:
             return 0.0
         return HEAD_START_S * order.index(self._address)
 
-    def _note_change(self) -> None:
+    def _record_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -270,7 +270,7 @@ class Fleet:
         node_id, former = hello.node_id, self.reported.get(hello.node_id)
         self._lost_agents.pop(node_id, None)
         if hello.draining is not None and hello.draining.own:
-            self._note_wish(node_id, hello.draining)
+            self._record_wish(node_id, hello.draining)
         else:
             self.wishes.pop(node_id, None)
         self.reported[node_id] = Reported(
@@ -286,12 +286,12 @@ class Fleet:
     def note_draining(self, node_id: str, draining: Draining) -> None:
         """Record that a known node is leaving all its jobs by itself; ignore other drains."""
         if node_id in self.reported and draining.own:
-            self._note_wish(node_id, draining)
+            self._record_wish(node_id, draining)
             log.warning("node %s is about to leave: %s", node_id, draining.reason)
             self._record(NodeDrained(node_id, draining.reason, draining.left_ms))
             self._driver.placer.wake()
 
-    def _note_wish(self, node_id: str, draining: Draining) -> None:
+    def _record_wish(self, node_id: str, draining: Draining) -> None:
         now_ms, known = self._clock.now_ms(), self.wishes.get(node_id)
         at_ms = known.at_ms if known is not None else now_ms
         self.wishes[node_id] = Drain(draining.reason, now_ms + draining.left_ms, at_ms)

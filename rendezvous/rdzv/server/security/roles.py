@@ -254,7 +254,7 @@ class Gate:
                 if row.changes and end != "refused":
                     await self._audit(caller, call, change.text, end)
         except (UnauthenticatedError, DeniedError) as error:
-            self._note_refusal(f"{caller} at {call.peer}", error.code, f"{call.what}: {error}")
+            self._record_refusal(f"{caller} at {call.peer}", error.code, f"{call.what}: {error}")
             raise
 
     async def _identify(self, call: Call) -> Caller:
@@ -293,7 +293,7 @@ class Gate:
             return
         refuse_others_job(caller, await self._replica.driver.jobs.look(named), call.what)
 
-    def _note_refusal(self, who: str, code: str, reason: str) -> None:
+    def _record_refusal(self, who: str, code: str, reason: str) -> None:
         """Count a refused call, and log it unless another was logged a moment ago."""
         self._counts.add("rdzv_refused_calls_total", code)
         now_ms = self._clock.now_ms()
