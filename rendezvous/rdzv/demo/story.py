@@ -65,7 +65,10 @@ def check_torch(python: str) -> None:
     try:
         done = subprocess.run([python, "-c", _HAS_TORCH], timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DemoError(f"cannot run the interpreter {python!r}: {error}") from None
+        why = getattr(error, "strerror", None) or "it has not answered within 30 s"
+        raise DemoError(
+            f"cannot run the interpreter {python!r}: {why}; name another: --python PATH"
+        ) from None
     if done.returncode != 0:
         raise DemoError(
             f"the interpreter {python!r} has no torch, which the demo's training needs; "
