@@ -254,7 +254,9 @@ def snapshots(job: JobStatus) -> dict[str, str]:
     loss, costs = newest.node_loss, []
     if newest.lost_steps is not None:
         costs.append(f"{counted(newest.lost_steps, 'step')} if all workers fail")
-    if loss is not None and loss.lost_steps is not None:
+    if loss is not None and loss.lost_steps == newest.lost_steps is not None:
+        costs[0] += ", also if a node is lost"
+    elif loss is not None and loss.lost_steps is not None:
         lost = counted(loss.lost_steps, "step")
         costs.append(f"at most {lost} if all workers fail and a node is lost")
     return {

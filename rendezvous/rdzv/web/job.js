@@ -25,7 +25,8 @@ function snapshots(job) {
   const whole = `step ${step}, whole in memory since ${moment(job.at - age_ms)}${parts > 1 ? `, in ${parts} parts` : ""}`;
   const costs = [];
   if (lost_steps !== null) costs.push(`${counted(lost_steps, "step")} if all workers fail`);
-  if (loss && loss.lost_steps !== null) costs.push(`at most ${counted(loss.lost_steps, "step")} if all workers fail and a node is lost`);
+  if (loss && loss.lost_steps === lost_steps && costs.length) costs[0] += ", also if a node is lost";
+  else if (loss && loss.lost_steps !== null) costs.push(`at most ${counted(loss.lost_steps, "step")} if all workers fail and a node is lost`);
   return [
     ["Newest step", held ? `${whole}, on ${counted(held, "node")}` : whole],
     ...(costs.length ? [["Cost now", costs.join("; ")]] : []),

@@ -96,11 +96,15 @@ ROWS: dict[str, tuple[str, State]] = {
     "submitted": ("status gpt-small", job(control_samples.submitted)),
     "owned": ("status gpt-small", job(control_samples.running, owner="ada", state="joining")),
     "spent": ("status gpt-small", job(control_samples.running, budgets=SPENT)),
-    "lost-round": ("status gpt-small", held(parts=4, lost_steps=1)),
+    "lost-round": (
+        "status gpt-small",
+        held(parts=4, lost_steps=1, node_loss=pb.NodeLoss(step=1_200, lost_steps=1)),
+    ),
     "held": (
         "status gpt-small",
         held(
             parts=1,
+            lost_steps=3,
             node_loss=pb.NodeLoss(
                 step=1_190, lost_steps=13, sole_holders=[SOLE], sole_holder_count=1
             ),
