@@ -80,7 +80,7 @@ const JOBS = {
     const budget = job.max_restarts === null ? "–" : `${job.restarts} of ${job.max_restarts}`;
     put(cells.restarts, budget);
     mark(cells.restarts, "data-tone", job.restarts > 0 ? "warn" : null);
-    updateAge(cells.age, job.since);
+    updateAge(cells.age, job.hangs ? null : job.since); // Since when it hangs is not known here.
     JOBS.tick(row);
   },
   tick({ cells_: cells, job }) {

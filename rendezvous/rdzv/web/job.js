@@ -109,6 +109,7 @@ export class JobView {
       h("div", { class: "head" }, h("h1", { id: "title" }, this.name), this.chip, this.since, grafanaLink(this.name)),
       this.reason,
       this.items,
+      this.stacks.list,
       this.others,
       this.facts,
       this.missing,

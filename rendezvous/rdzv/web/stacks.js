@@ -1,6 +1,6 @@
 // Hung workers, and the stacks of all of a round's workers, loaded on request.
 
-import { chip, fillAnew, fold, h, keyed, put, updateChip } from "./dom.js";
+import { chip, fillAnew, fold, h, keyed, put } from "./dom.js";
 import { requestStacks, takeStacks } from "./requests.js";
 import { clock, counted, rankList } from "./words.js";
 
@@ -30,14 +30,14 @@ export function hangsOf(events, run) {
 export class Stacks {
   constructor(name) {
     this.name = name;
-    this.chip = chip("hangs");
-    this.list = h("ul", { class: "others" });
-    this.taken = h("p", { class: "taken" });
+    this.chip = chip("went on");
+    this.list = h("ul", { class: "others hanging" }); // Stands at the top of the page.
+    this.taken = h("span", { class: "dim taken" });
     this.button = h("button", { type: "button", onclick: () => this.read() });
     this.take = h("button", { type: "button", onclick: () => this.takeNow() }, "Take stacks and collectives now");
     this.said = h("p", { class: "dim", role: "status" });
     this.groups = h("div", { class: "groups" });
-    this.element = fold("stacks", "Stacks", this.chip, this.list, this.taken, h("p", { class: "fields" }, this.button, this.take), this.said, this.groups);
+    this.element = fold("stacks", "Stacks", [this.chip, this.taken], h("p", { class: "fields" }, this.button, this.take), this.said, this.groups);
     this.element.hidden = true;
   }
 
@@ -50,11 +50,8 @@ export class Stacks {
     const { hung, hanging, taken } = hangsOf(events, job.run);
     this.take.hidden = job.backend !== "rdzv" || job.state !== "running";
     this.element.hidden = !hung && !taken && this.take.hidden && !this.shown;
-    this.chip.hidden = !hung || (hung.over && !hung.wentOn);
-    updateChip(this.chip, hung?.over ? "went on" : "hangs");
-    // What hangs now is shown without a click.
-    if (hanging.length && !this.list.children.length) this.element.firstChild.open = true;
-    keyed(this.list, hanging, ([node]) => node, () => h("li", {}, h("span", { class: "why" })), (element, [, text]) => put(element.firstChild, text));
+    this.chip.hidden = !hung?.wentOn;
+    keyed(this.list, hanging, ([node]) => node, () => h("li", {}, chip("hangs"), h("span", { class: "why" })), (element, [, text]) => put(element.lastChild, text));
     this.list.hidden = !hanging.length;
     this.taken.hidden = this.button.hidden = !taken;
     if (taken) {
