@@ -349,6 +349,11 @@ FLEET = Board(
                         "{{rdzv_id}}: missing",
                     ),
                 ),
+                panel(
+                    "Standbys",
+                    "Nodes that wait, by the state of their standby workers.",
+                    (f"sum by (state) (rdzv_job_standbys{{{FLEET_OF}}})", "{{state}}"),
+                ),
             ),
         ),
         Row(

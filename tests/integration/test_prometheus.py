@@ -327,6 +327,9 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
         args=("exit=3",),
         environ={"RDZV_TEST_REPORTS": str(apart)},
     )
+    unready = {"worker": str(SUPPORT / "linked_worker.py"), "args": ("elastic", "unready:/")}
+    for name in ("s1", "s2"):  # The second one waits, and its standby fails.
+        c.start_node(name, "--rdzv-id=spare", nnodes="1:1", environ=dict(env), **unready)
     c.start_node("n1", nnodes="2:2")
     n2 = c.start_node("n2", nnodes="2:2")
     c.wait_for_round(0, workers=2)
@@ -335,7 +338,7 @@ def drive(c: Cluster, p: Prometheus, etcd: Member, http: str) -> set[str]:
     n2 = c.start_node("n2", nnodes="2:2")
     c.wait_for_round(1, workers=2)
     n2.kill_tree()
-    fires("RdzvNodeFlaps", "RdzvJobCrashLoop", "RdzvJobFailed")
+    fires("RdzvNodeFlaps", "RdzvJobCrashLoop", "RdzvJobFailed", "RdzvStandbyCold")
 
     what_rules_say_is_there(p)
     what_is_counted_is_right(p, http, fails)

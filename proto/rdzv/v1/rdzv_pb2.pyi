@@ -63,6 +63,7 @@ class _StandbyStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     STANDBY_STATE_COLD: _StandbyState.ValueType  # 1
     STANDBY_STATE_STARTING: _StandbyState.ValueType  # 2
     STANDBY_STATE_READY: _StandbyState.ValueType  # 3
+    STANDBY_STATE_OFF: _StandbyState.ValueType  # 4
 
 class StandbyState(_StandbyState, metaclass=_StandbyStateEnumTypeWrapper): ...
 
@@ -70,6 +71,7 @@ STANDBY_STATE_UNSPECIFIED: StandbyState.ValueType  # 0
 STANDBY_STATE_COLD: StandbyState.ValueType  # 1
 STANDBY_STATE_STARTING: StandbyState.ValueType  # 2
 STANDBY_STATE_READY: StandbyState.ValueType  # 3
+STANDBY_STATE_OFF: StandbyState.ValueType  # 4
 global___StandbyState = StandbyState
 
 class _ScaleUp:

@@ -225,6 +225,8 @@ class StandbyState(StrEnum):
     """There are none."""
     STARTING = "starting"
     READY = "ready"
+    OFF = "off"
+    """There are none because the node's options say so."""
 
 
 @struct(frozen=True)

@@ -222,7 +222,7 @@ def _held_item(node_id: str, left_ms: int) -> ReasonItem:
 
 def _standby(standby: model.Standby) -> str:
     said = f"standby: {standby.state}"
-    if standby.state is model.StandbyState.COLD:
+    if standby.why:
         return f"{said}: {standby.why}"
     if not standby.memory_bytes:
         return said

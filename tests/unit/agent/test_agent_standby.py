@@ -94,7 +94,7 @@ def test_a_node_that_may_have_none_says_so_once(job: JobTerms, why: str) -> None
     node = waiting(job)
     (say,) = node.hear(joined())
     assert isinstance(say, SayJoin)
-    assert say.standby == Standby(why=why)
+    assert say.standby == Standby(StandbyState.OFF, why)
     assert node.hear(joined()) == []
 
 

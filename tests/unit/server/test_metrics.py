@@ -144,7 +144,8 @@ async def history(s: Scraped) -> None:
     await s.let_pass(30_000)
 
     n9 = await s.connect("n9")
-    await s.hear(n9, join(n9, (2, 4)), "waits")
+    cold = model.Standby(why="it has another version of the script")
+    await s.hear(n9, replace(join(n9, (2, 4)), standby=cold), "waits")
     await s.hear(n9, join(n9, (1, 1)), "done")
     run = (await s.status("done")).run
     await s.let_pass(2_000)

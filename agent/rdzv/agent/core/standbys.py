@@ -35,7 +35,7 @@ def note_joined(work: Work, joined: messages.Joined) -> None:
     same = state.standby_of == (joined.script, joined.renewed)
     if same and (standby.state is not StandbyState.COLD or standby.why):
         return
-    if standby.state is not StandbyState.COLD:
+    if standby.state in (StandbyState.STARTING, StandbyState.READY):
         end_kept(work)
         return
     if state.kept:
@@ -46,7 +46,7 @@ def note_joined(work: Work, joined: messages.Joined) -> None:
     standby = Standby(StandbyState.STARTING)
     if not has_hot_standby(state.job):
         why = f"--standby={state.job.standby}" if state.job.standby != HOT else "--keep-timeout=0"
-        standby = Standby(why=why)
+        standby = Standby(StandbyState.OFF, why)
     of = (joined.script, joined.renewed)
     work.state = replace(state, standby=standby, standby_of=of)
     if standby.state is StandbyState.STARTING:

@@ -14,7 +14,7 @@ from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.evidence.stragglers import Straggler
 from rdzv.core.life.failures import restarts_that_count
 from rdzv.core.life.forming import FLAP_WINDOW_MS, completion_due_ms, holds, restart_due_ms
-from rdzv.core.model import Cause, JobState, Membership, NodeState, State, job_state
+from rdzv.core.model import NO_STANDBY, Cause, JobState, Membership, NodeState, State, job_state
 from rdzv.core.snapshots import SnapshotsKnown
 from rdzv.server.telemetry import server_metrics
 from rdzv.view.ledger import LedgerPhase
@@ -26,6 +26,7 @@ JOB_METRICS: Mapping[str, str] = {
     "max_nodes": "Nodes that a round may have.",
     "missing_nodes": "Nodes that must still come before a round can complete; 0 while one is live.",
     "flapping_nodes": "Nodes that were lost more than once recently.",
+    "standbys": "Nodes that wait by the state of their standby workers, if their job can have any.",
     "round": "Number of the last round that was completed.",
     "world_size": "Workers of the live round; 0 while none is live.",
     "restarts_spent": "Restarts that count against max_restarts now.",
@@ -101,6 +102,11 @@ def node_states(state: State) -> Counter[NodeState]:
         if not state.present(node_id):
             found[departed] += 1
     return found
+
+
+def _standbys(state: State) -> Counter[str]:
+    here = (one.standby for node_id, one in state.waiting.items() if node_id not in state.away)
+    return Counter(standby.state for standby in here if standby != NO_STANDBY)
 
 
 def missing_nodes(state: State) -> int:
@@ -210,6 +216,7 @@ class JobPage:
             max_nodes=membership.max_nodes,
             missing_nodes=missing_nodes(state),
             flapping_nodes=_flapping(state, now_ms),
+            standbys=_by("state", _standbys(state)),
             round=round_.number if round_ else None,
             world_size=round_.world_size if round_ and live else 0,
             run_age_seconds=max(now_ms - membership.began_at_ms, 0) / 1000,
