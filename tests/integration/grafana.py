@@ -43,6 +43,13 @@ def dashboards() -> dict[str, Any]:
     return {board["uid"]: board for board in found}
 
 
+def documented_metrics() -> set[str]:
+    """Return every metric that has a row in docs/metrics.md."""
+    manual = (FOLDER.parents[1] / "docs" / "metrics.md").read_text()
+    named = re.findall(r"^\| (`rdzv_[^|]*)\|", manual, flags=re.MULTILINE)
+    return {name for cell in named for name in re.findall(r"rdzv_\w+", cell)}
+
+
 def panel_queries() -> list[PanelQuery]:
     """Return every query of every panel, and of the annotations on them."""
     found = []

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from grafana import FOLDER, dashboards, panel_queries
+from grafana import FOLDER, dashboards, documented_metrics, panel_queries
 
 pytestmark = pytest.mark.slow
 
@@ -76,8 +76,7 @@ def test_what_a_query_asks_for_is_chosen_on_the_dashboard(uid: str) -> None:
 
 
 def test_every_metric_is_on_a_dashboard() -> None:
-    manual = (ROOT / "docs" / "metrics.md").read_text()
-    metrics = set(re.findall(r"^\| `(rdzv_\w+)", manual, flags=re.MULTILINE))
+    metrics = documented_metrics()
     rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
     recorded = {r["record"]: r["expr"] for group in rules["groups"] for r in group["rules"]}
     asked = " ".join(query.expr for query in panel_queries())

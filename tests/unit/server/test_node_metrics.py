@@ -10,6 +10,7 @@ from rdzv.core.fleet.node_resources import NodeResources
 from rdzv.errors import RendezvousConnectionError
 from rdzv.messages import LogPiece, NodeMetrics, ReadMetrics
 from rdzv.server.diagnosis.node_requests import METRICS_MS
+from rdzv.server.http.listener import agent_labels
 from rdzv.server.scheduling.fleet import TARGET_KEPT_MS
 from rdzv.server.sessions.streams import Stream
 from rdzv.server.settings.server_settings import Limits
@@ -59,6 +60,15 @@ async def test_a_server_lists_those_that_are_away_and_those_lost() -> None:
         await s.clock.advance(60_000)
         assert "g1" not in s.driver.leases.records
         assert s.driver.fleet.agents() == ["g1"]
+
+
+def test_very_many_agents_are_read_less_often() -> None:
+    """So that a server of ten thousand nodes spends a few percent of a CPU on it."""
+    names = [f"n{number}" for number in range(10_000)]
+    assert not any("__scrape_interval__" in one for one in agent_labels(names[:1_500]))
+    for few, interval in ((1_501, "16s"), (10_000, "100s")):
+        found = {one["__scrape_interval__"] for one in agent_labels(names[:few])}
+        assert found == {interval}
 
 
 def asked(stream: Stream) -> int:

@@ -9,8 +9,9 @@ service discovery.
 
 from __future__ import annotations
 
+import math
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from urllib.parse import quote
@@ -40,6 +41,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 NODE_METRICS = "/metrics/nodes/{node_id}"
+
+SCRAPES_PER_S = 100
+"""How often agents are read at most, over all nodes: each time takes 0.6 ms of the server's CPU."""
+
+SCRAPE_EVERY_S = 15
+"""Prometheus' interval in deploy/prometheus, which applies to all but very many agents."""
 
 PATHS: dict[str, Row] = {
     "GET /healthz": OPEN,
@@ -197,12 +204,24 @@ def _sd_of(replica: Replica, config: RdzvdSettings, listen: Listen) -> Handler:
             host = config.advertise.host
         elif not listen.unspecified:
             host = listen.host
-        driver, labels = replica.proven_driver(), [{"rdzv_kind": "server"}]
-        for node_id in () if driver is None else driver.fleet.agents():
-            path = NODE_METRICS.format(node_id=quote(node_id, safe=""))
-            of_node = {"rdzv_kind": "agent", "node_id": node_id, "__metrics_path__": path}
-            labels.append(of_node)
-        target = str(Listen(host, port))
+        driver, target = replica.proven_driver(), str(Listen(host, port))
+        labels = [{"rdzv_kind": "server"}]
+        labels += agent_labels(driver.fleet.agents()) if driver is not None else []
         return web.json_response([{"targets": [target], "labels": one} for one in labels])
 
     return _sd
+
+
+def agent_labels(node_ids: Sequence[str]) -> list[dict[str, str]]:
+    """Return the labels with which Prometheus reads each agent; of many, it reads each less often.
+
+    >>> agent_labels(["n1"])
+    [{'rdzv_kind': 'agent', 'node_id': 'n1', '__metrics_path__': '/metrics/nodes/n1'}]
+    """
+    every_s = math.ceil(len(node_ids) / SCRAPES_PER_S)
+    rarely = {"__scrape_interval__": f"{every_s}s"} if every_s > SCRAPE_EVERY_S else {}
+    paths = [NODE_METRICS.format(node_id=quote(node_id, safe="")) for node_id in node_ids]
+    return [
+        {"rdzv_kind": "agent", "node_id": node_id, "__metrics_path__": path, **rarely}
+        for node_id, path in zip(node_ids, paths, strict=True)
+    ]
