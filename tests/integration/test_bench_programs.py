@@ -43,6 +43,7 @@ LONG = {
     "takeover": ("--cases=memory --nodes=2 --repetitions=1 --no-peer", '"failed": []'),
     "verify": ("--mb=3 --flips=1 --checks=1", "found: of 1 flipped bits 1 named"),
     "warm": ("--workers=1 --times=1", "warm"),
+    "wrappers": ("--mb=4 --ranks=2 --times=1", "init_sync=False  mb=4 ranks=2: made "),
 }
 
 PICTURES = {"dashboard": ("prometheus", "picture.svg"), "page": ("chromium", "picture.png")}

@@ -468,6 +468,20 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     assert run_script([*command, str(script)]).count('"what": "done"') == 2
 
 
+def test_new_ranks_hand_on_what_they_receive(tmp_path: Path) -> None:
+    with world(tmp_path, steps=9) as made:
+        (only,) = made.begin(1)
+        only.wait_line("step", step=3)
+        (parked,) = made.end()
+        made.begin(4, [only], step=parked["step"])
+        resumed = made.resumed()
+        assert [one["healed"] for one in resumed] == [False, True, True, True]
+        begun = [worker.wait_line("begin", round=1) for worker in made.workers]
+        assert len({(one["step"], one["weights"]) for one in begun}) == 1
+        assert begun[0]["step"] == parked["step"] >= 3
+        assert [worker.exit_code() for worker in made.workers] == [0] * 4
+
+
 def test_what_is_compiled_outlives_the_wrapper_of_a_round(tmp_path: Path) -> None:
     with world(tmp_path, "compiled") as made:
         times, kept = set(), list[Worker]()

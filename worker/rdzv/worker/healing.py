@@ -173,7 +173,7 @@ def heal(
     if to:
         # A digest of what was loaded says nothing about what is sent, which is in another order.
         sent = "" if resumed and resumed.digest else hashed
-        _send(sealing, offers, source, to, round_, sent)
+        _pass_on(sealing, offers, [source, *to], round_, sent)
     sealing.step = step
     sealing.lineage, sealing.nonce = offers[source].lineage, offers[source].nonce
     if resumed is not None:
@@ -267,19 +267,24 @@ def settle(sealing: Sealing, offers: list[StateOffer], source: int, round_: Roun
         sealing.roll_back()
 
 
-def _send(
-    sealing: Sealing,
-    offers: list[StateOffer],
-    source: int,
-    to: list[int],
-    round_: Round,
-    hashed: str,
+def _pass_on(
+    sealing: Sealing, offers: list[StateOffer], chain: list[int], round_: Round, hashed: str
 ) -> None:
+    """Have the first rank of the chain send its state to the next, which hands it on, and so on."""
+    if round_.rank not in chain:
+        return
+    place, source = chain.index(round_.rank), chain[0]
+    before = chain[place - 1] if place else None
+    after = chain[place + 1] if place + 1 < len(chain) else None
     contents, mine = sealing.contents, offers[round_.rank]
-    if round_.rank == source:
+    if before is None:
         buffers = {name: one.detach().clone() for name, one in contents.buffers()}
         image, seed = sealing.image(contents.small_with(buffers)), torch.initial_seed()
-        transfer(source, to, round_, image, hashed=hashed, seed=seed)
+        head = packed(image=image.shapes(), digest=hashed or digest_of(image), seed=seed)
+        octets = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        length = torch.tensor(len(head), device="cpu")
+        for tensors in ([length], [octets], [tensor for _, tensor in image.tensors()]):
+            relay(tensors, before, after)
         return
     own = sealing.image({})
     # A rank that is whole, though behind, stays whole until everything has arrived: if the source
@@ -288,8 +293,8 @@ def _send(
     reused: dict[str, Tensor] = {} if staged else dict(own.tensors())
     devices = {name: one.device for name, one in own.parameters.items()}
     for name, optimizer in contents.optimizers.items():
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            devices[f"{name}/{place}"] = parameter.device
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            devices[f"{name}/{number}"] = parameter.device
 
     def make(name: str, shape: Shape) -> Tensor:
         if name in reused and shape.fits(reused[name]):
@@ -298,11 +303,13 @@ def _send(
             name = name.rpartition("/")[0]
         return shape.empty(devices.get(name))
 
-    if round_.rank in to and not staged:
+    if not staged:
         sealing.torn = True
-    received = transfer(source, to, round_, make=make)
-    if received is None:
-        return
+    received = _received(make, before, after)
+    if digest_of(received["image"]) != received["digest"]:
+        raise NoSourceError(
+            f"what rank {round_.rank} received is not the state that rank {source} offered"
+        )
     sealing.torn = True
     # A kept rank ran the source's last step, too, so it has its own buffers.
     sealing.load(received["image"], with_buffers=not mine.kept)
@@ -311,34 +318,9 @@ def _send(
     sealing.torn = False
 
 
-def transfer(
-    source: int,
-    to: list[int],
-    round_: Round,
-    image: Image | None = None,
-    make: Callable[[str, Shape], Tensor] = lambda _, shape: shape.empty(),
-    hashed: str = "",
-    **more: Any,
-) -> dict[str, Any] | None:
-    """Send the source's image and `more` to other ranks, of which each hands it on to the next.
-
-    The ranks in `to` receive into the tensors that `make` returns, and get the `image` beside
-    `more`. `hashed` is the image's `digest_of`, if the source knows it. Ranks that do not take part
-    return at once. Raises `NoSourceError` if another image arrives.
-    """
-    chain = [source, *to]
-    if round_.rank not in chain:
-        return None
-    place = chain.index(round_.rank)
-    before = chain[place - 1] if place else None
-    after = chain[place + 1] if place + 1 < len(chain) else None
-    if image is not None:
-        head = packed(image=image.shapes(), digest=hashed or digest_of(image), **more)
-        octets = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        length = torch.tensor(len(head), device="cpu")
-        for tensors in ([length], [octets], [tensor for _, tensor in image.tensors()]):
-            relay(tensors, before, after)
-        return None
+def _received(
+    make: Callable[[str, Shape], Tensor], before: int, after: int | None
+) -> dict[str, Any]:
     length = torch.tensor(0, device="cpu")
     relay([length], before, after)
     octets = torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -346,10 +328,6 @@ def transfer(
     received = unpacked(octets.numpy().tobytes())
     received["image"] = received["image"].mapped(make)
     relay([tensor for _, tensor in received["image"].tensors()], before, after)
-    if digest_of(received["image"]) != received["digest"]:
-        raise NoSourceError(
-            f"what rank {round_.rank} received is not the state that rank {source} offered"
-        )
     return received
 
 
