@@ -174,8 +174,10 @@ dist: $(READY)  ## a release, into dist/: wheels, sdist, Debian package, compone
 	@$(BIN)/python deploy/release.py dist
 
 .PHONY: dist-test
-dist-test: $(DOCS_READY)  ## that release, tried from its files alone: install, demo, two nodes, upgrade; minutes
+dist-test: $(DOCS_READY) $(CURRENT)/.ready  ## that release, tried from its files alone, with both torches: install, demo, upgrade; minutes
 	@$(BIN)/python -m pytest tests -q --durations=5 -m release
+	@$(CURRENT)/bin/python -m pytest tests/integration/test_installed_release.py -q --durations=5 -m release \
+	  -k 'walk or trains or survives'
 
 # The versions of torch to try, each in an environment of its own, and the Python to try them with.
 TORCH ?= 2.13.0

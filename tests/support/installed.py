@@ -68,9 +68,12 @@ def environment_with_torch(folder: Path, *wheels: Path) -> Path:
     bin_folder = environment(folder, *wheels)
     (packages,) = folder.glob("lib/python3*/site-packages")
     import torch
+    import typing_extensions
 
-    # Each line of such a file is a folder of modules, whose own .pth files are not read.
-    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    # Each line of such a file is a folder of modules, whose own .pth files are not read. What torch
+    # needs may be in another one (`environment-beside` of the Makefile).
+    folders = [Path(torch.__file__).parents[1], Path(typing_extensions.__file__).parent]
+    (packages / "torch.pth").write_text("\n".join(map(str, folders)))
     return bin_folder / "python"
 
 
