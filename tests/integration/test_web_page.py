@@ -226,7 +226,7 @@ def test_a_failure_is_seen_without_reloading(open_page: Open) -> None:
         expect(page).to_have_title("night: stopping · rdzv")
         expect(page.locator(".tile")).to_have_count(3)
         expect(page.locator(".tile").first).to_have_attribute(
-            "aria-label", "GROUP_RANK 0, n1, stopping, RANK 0–1"
+            "title", "GROUP_RANK 0, n1, stopping, RANK 0–1"
         )
         s.rejoin("night")
         expect(page.locator(".head .chip")).to_have_text("running")
@@ -349,7 +349,7 @@ def test_kept_warm_and_cold_workers_are_told_apart_and_each_recovery_by_phase(
         )
         expect(facts).to_contain_text("2 kept, 1 warm, 1 cold")
         expect(tiles.nth(0)).to_contain_text("2 kept")
-        expect(tiles.nth(1)).to_have_attribute("aria-label", re.compile("workers: 1 warm, 1 cold$"))
+        expect(tiles.nth(1)).to_have_attribute("title", re.compile("workers: 1 warm, 1 cold$"))
         came = rounds.nth(0).locator('[data-of="came after"]')
         expect(came).to_have_text(re.compile(r"^stop \d+\.\d s, form \d+\.\d s$"))
         s.progress("night", "n1", (0, 101, 2.5))

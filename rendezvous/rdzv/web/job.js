@@ -237,7 +237,6 @@ export class JobView {
         const of = ranks(node.rank_first, node.local_world_size);
         put(element.children[3], [...(of ? [`RANK ${of}`] : []), ...(node.kept || node.warm ? [from] : [])].join(" · "));
         const label = `GROUP_RANK ${node.group_rank}, ${node.node_id}, ${node.state}${of ? `, RANK ${of}` : ""}${from ? `, workers: ${from}` : ""}`;
-        mark(element, "aria-label", label);
         mark(element, "title", label);
       },
     );
