@@ -207,6 +207,7 @@ def test_another_number_of_workers_loads_what_all_parts_have_been_copied_of(c: C
     assert training.begun("n1", round=1)["step"] == 10
     said = "resumed from the snapshot of step 10 in memory (copies of parts 1)"
     assert said in training.nodes["n1"].text
+    c.wait_for_event("SnapshotsSaved", "round 0 saved 2 snapshots, which stopped training for ")
     assert training.nodes["n1"].wait() == 0
 
 

@@ -171,5 +171,5 @@ def test_a_number_of_steps_that_is_none_is_refused(every: Any) -> None:
 def test_the_parts_of_a_sharded_model_are_no_replicas() -> None:
     state = State(step=0, verify_every=10)
     session = Session(state, None, None)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="so there are no replicas to compare"):
+    with pytest.raises(UnsupportedError, match=r"replicas of one part \(HSDP\) are not compared"):
         session.verifying.refuse_shards()

@@ -14,7 +14,7 @@ from rdzv.view.reports import report, spent
 from rdzv.view.sentences import sentence
 from tests.sim.checkers import SafetyError
 from tests.sim.world import World
-from tests.support.past_events import a_summary
+from tests.support.past_events import a_summary, an_event
 
 SHORT = 20
 """The beginning of longer histories is forgotten."""
@@ -61,7 +61,9 @@ def _check_tiles(rdzv_id: str, ledger: Ledger) -> None:
 
 def _check_advice(rdzv_id: str, past: Sequence[Event], now_ms: int) -> None:
     """Check that advice can be given whatever has happened, and adds up."""
-    found = spent(a_summary(rdzv_id), past, past[0].unix_ms, now_ms, 1_000)
+    first = past[0]
+    saved = an_event(events.SnapshotsSaved(0, 1, 1_000), first.run, first.unix_ms)
+    found = spent(a_summary(rdzv_id), [first, saved, *past[1:]], first.unix_ms, now_ms)
     for change in report([found], past[0].unix_ms, now_ms).advice:
         net_ms = (change.saves_ms or 0) - (change.costs_ms or 0)
         if change.net_ms is not None and abs(change.net_ms - net_ms) > 1:

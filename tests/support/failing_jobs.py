@@ -265,6 +265,9 @@ class Life:
         if step is not None:
             ago_ms = self._now_ms - broke_ms
             self._say(events.LastStepMade(self._round, step, ago_ms))
+        if times := self._steps(elapsed_ms)[1] // self.policy.every:
+            saved = events.SnapshotsSaved(self._round, times, times * world.snapshot_ms)
+            self._say(saved)
         self._wait(self._now_ms + world.stop_ms)
         if self._now_ms < world.span_ms:
             self._say(

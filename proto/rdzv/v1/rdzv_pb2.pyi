@@ -849,6 +849,7 @@ class Snapshot(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     COPY_OF_FIELD_NUMBER: builtins.int
+    STOPPED_US_FIELD_NUMBER: builtins.int
     local_rank: builtins.int
     shard: builtins.int
     """The number of this part of the state, from 0."""
@@ -859,6 +860,8 @@ class Snapshot(google.protobuf.message.Message):
     """If this is a copy from another node, the RANK that saved the original. Unset if this node's own
     worker saved it.
     """
+    stopped_us: builtins.int
+    """How long the worker that saved it has stopped training for that."""
     @property
     def mark(self) -> global___SnapshotMark: ...
     def __init__(
@@ -870,9 +873,10 @@ class Snapshot(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         digest: builtins.str = ...,
         copy_of: builtins.int | None = ...,
+        stopped_us: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_copy_of", b"_copy_of", "copy_of", b"copy_of", "mark", b"mark"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_copy_of", b"_copy_of", "bytes", b"bytes", "copy_of", b"copy_of", "digest", b"digest", "local_rank", b"local_rank", "mark", b"mark", "shard", b"shard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_copy_of", b"_copy_of", "bytes", b"bytes", "copy_of", b"copy_of", "digest", b"digest", "local_rank", b"local_rank", "mark", b"mark", "shard", b"shard", "stopped_us", b"stopped_us"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_copy_of", b"_copy_of"]) -> typing.Literal["copy_of"] | None: ...
 
 global___Snapshot = Snapshot

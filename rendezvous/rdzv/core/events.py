@@ -388,6 +388,15 @@ class LastStepMade:
 
 
 @struct(frozen=True)
+class SnapshotsSaved:
+    """How many snapshots became whole in a round, and how long all of them stopped training."""
+
+    round: int
+    times: int
+    stopped_ms: int
+
+
+@struct(frozen=True)
 class RunEnded:
     """The run has been closed and forms no more rounds."""
 
@@ -426,6 +435,7 @@ SmallEvent = (
     | FirstStepMade
     | LostStepsRedone
     | LastStepMade
+    | SnapshotsSaved
 )
 """The events that history stores unchanged."""
 

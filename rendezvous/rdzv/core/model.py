@@ -314,6 +314,8 @@ class Snapshot:
     copy_of: Annotated[int, Within(0, SHARDS - 1)] | None = None
     """The RANK on another node of which this is a copy, kept for worker `local_rank` to read. None
     for an original."""
+    stopped_us: Step = 0
+    """How long the worker that saved it has stopped training for that."""
 
 
 @struct(frozen=True)

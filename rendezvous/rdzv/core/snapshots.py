@@ -224,6 +224,11 @@ class HeldByNodes:
     def held_by(self, node_id: str) -> tuple[Snapshot, ...]:
         return self._held.get(node_id, ())
 
+    def stopped_us(self, mark: SnapshotMark) -> int:
+        """Return how long saving a mark has stopped training: all wait for the slowest worker."""
+        snapshots = chain(*self._held.values())
+        return max((one.stopped_us for one in snapshots if one.mark == mark), default=0)
+
     def sole_holders(self, mark: SnapshotMark) -> set[str] | None:
         """Return the nodes that alone hold a part of a mark, or None if some part is not held."""
         holders = self._holders.get(mark, {})

@@ -206,10 +206,8 @@ def advice(found: Report, page: Page) -> str:
     seen = f"{counted(failures, 'failure')}, {counted(len(found.jobs), 'job')}"
     lines += page.fact("seen", f"{seen}, {hours(found.node_ms)} node-hours held")
     lines += _listed(advice_tables(found), page)
-    notes = ["The same failures with the change applied; ± is the effect of chance."]
-    if any(one.snapshot_ms and one.net_ms is None for one in found.advice):
-        notes.append("--snapshot-cost=TIME adds what a snapshot costs, and the best interval.")
-    return "\n".join([*lines, "", *(line for note in notes for line in page.sentence(note))])
+    note = "The same failures with the change applied; ± is the effect of chance."
+    return "\n".join([*lines, "", *page.sentence(note)])
 
 
 def _all_jobs(title: str, found: Report, page: Page) -> list[str]:

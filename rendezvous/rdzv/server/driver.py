@@ -83,7 +83,7 @@ class Driver:
         self.fleet, self.quarantine, self.placer = Fleet(self), Quarantine(self), Placer(self)
         # What is known of workers; only `hangs` ever changes a job.
         send = self.streams.send
-        self.rounds, self.snapshots = RoundReports(self), SnapshotTracking(send)
+        self.rounds, self.snapshots = RoundReports(self), SnapshotTracking(send, self.note)
         self.requests = NodeRequests(clock, send)
         self.logs, self.stacks = WorkerLogs(clock, self.requests, send), StackRelay(clock, send)
         self.hangs, self.stack_archive = ReportedHangs(self), StackArchive(self.store)

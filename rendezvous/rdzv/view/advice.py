@@ -63,10 +63,10 @@ class Change:
     verdict: str = ""
 
 
-def of_job(job: JobSummary, runs: Runs, snapshot_ms: int | None) -> list[Change]:
+def of_job(job: JobSummary, runs: Runs, snapshot_ms: float | None) -> list[Change]:
     """Return what may be changed about one job.
 
-    `snapshot_ms` is the time for which a snapshot stops training, or None if it is unknown.
+    `snapshot_ms` is the time for which a snapshot has stopped training, or None if none has.
     """
     return [*_spares(job, runs), *_snapshots(job.rdzv_id, runs, snapshot_ms)]
 
@@ -172,7 +172,7 @@ def _more_seats(one: Interval, more: int, least: int, most: int, short: bool, go
 # ------------------------------------------------------------------ snapshots
 
 
-def _snapshots(rdzv_id: str, runs: Runs, snapshot_ms: int | None) -> Iterable[Change]:
+def _snapshots(rdzv_id: str, runs: Runs, snapshot_ms: float | None) -> Iterable[Change]:
     """Yield what half and twice the interval between snapshots, and the best one, would have saved.
 
     The interval as seen is the one at which as much would be lost on average.

@@ -122,6 +122,10 @@ class Ledger:
     """Whether any worker has reported a step. If not, redone steps count as training, and so do
     starting and loading unless collectives are recorded, so `goodput` is an upper bound."""
     steps_redone: int
+    snapshots: int
+    """How many were saved in memory in rounds that have ended."""
+    snapshots_ms: int
+    """How long they have stopped training, in all."""
     node_ms: int
     gpus_per_node: int | None
     """The number of GPUs that each node gives to the run, or None if unknown."""
@@ -291,6 +295,8 @@ class Book:
     began_ms: int
     number: int | None = None
     result: str = ""
+    snapshots: int = 0
+    snapshots_ms: int = 0
     booked: list[Interval] = field(default_factory=list)
     folded: dict[str, int] = field(default_factory=dict)
     """Milliseconds by phase of intervals that are no longer in `booked`; see `fold`."""
@@ -336,6 +342,8 @@ class Book:
             goodput=phases[LedgerPhase.TRAINING] / wall_ms if wall_ms else None,
             steps_reported=self._any_steps,
             steps_redone=sum(one.steps for one in book.booked if one.phase == LedgerPhase.REDOING),
+            snapshots=self.snapshots,
+            snapshots_ms=self.snapshots_ms,
             node_ms=sum(interval.node_ms for interval in book.booked),
             gpus_per_node=self._gpus,
             phases=phases,
@@ -398,6 +406,9 @@ class Book:
                 self._hold(now_ms, event.nodes)
             case history.RoundEnded() | history.RoundSettled():
                 self._end(event, now_ms)
+            case events.SnapshotsSaved():
+                self.snapshots += event.times
+                self.snapshots_ms += event.stopped_ms
             case history.RunEnded():
                 self._close(now_ms)
                 self.result = event.result

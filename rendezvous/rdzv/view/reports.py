@@ -85,20 +85,13 @@ def ended_before(job: JobSummary, since_ms: int) -> bool:
     return job.state in ENDED and job.state_age_ms > since_ms
 
 
-def spent(
-    job: JobSummary, past: Iterable[Event], from_ms: int, now_ms: int, snapshot_ms: int | None
-) -> JobShare | None:
+def spent(job: JobSummary, past: Iterable[Event], from_ms: int, now_ms: int) -> JobShare | None:
     """Like `spent_by`, from the job's history."""
-    return spent_by(job, ledgers_of(past, now_ms, job.state), from_ms, snapshot_ms)
+    return spent_by(job, ledgers_of(past, now_ms, job.state), from_ms)
 
 
-def spent_by(
-    job: JobSummary, runs: Iterable[Ledger], from_ms: int, snapshot_ms: int | None = None
-) -> JobShare | None:
-    """Summarize the runs of one job since `from_ms`, or return None if it had no runs.
-
-    `snapshot_ms` is the time for which a snapshot stops training, if known.
-    """
+def spent_by(job: JobSummary, runs: Iterable[Ledger], from_ms: int) -> JobShare | None:
+    """Summarize the runs of one job since `from_ms`, or return None if it had no runs."""
     found = [(run, clipped(run, from_ms)) for run in runs]
     found = [(run, intervals) for run, intervals in found if intervals]
     if not found:
@@ -121,6 +114,9 @@ def spent_by(
         lost_node_ms=sum(cost.node_ms for cost in owed),
         lost_gpu_ms=gpu_total(cost.gpu_ms for cost in owed),
     )
+    snapshots = sum(run.snapshots for run, _ in found)
+    stopped_ms = sum(run.snapshots_ms for run, _ in found)
+    snapshot_ms = stopped_ms / snapshots if snapshots else None
     most = round(max(one.nodes for one in whole))
     return JobShare(line, phases, owed, of_job(job, every, snapshot_ms), most)
 

@@ -215,6 +215,10 @@ _SENTENCES: Mapping[type, str | Callable[[Any], str]] = {
     events.LastStepMade: lambda e: (
         f"last step of round {e.round}: step {e.step}, {_seconds(e.age_ms)} before its end"
     ),
+    events.SnapshotsSaved: lambda e: (
+        f"round {e.round} saved {counted(e.times, 'snapshot')}, which stopped training for "
+        f"{_seconds(e.stopped_ms)}"
+    ),
     history.RunEnded: "run {0.run} {0.result}: {0.reason}",
     events.NodeJoined: lambda e: (
         f"{e.node_id} joined from {e.address} with {counted(e.local_world_size, 'worker')}"

@@ -33,7 +33,6 @@ const lossRow = (name, one, gpus) => [name, one.times, took(one.ms), hours(one.n
 export class ReportView {
   constructor() {
     this.since = h("select", { id: "since", onchange: () => this.read() }, Object.entries(SINCE).map(([value, text]) => h("option", { value, selected: text === "7 days" }, text)));
-    this.snapshot = h("input", { id: "snapshot", type: "number", min: 0.001, max: 86_400, step: "any", onchange: () => this.read() });
     this.share = h("p", { class: "reason" });
     this.said = h("p", { class: "dim", role: "status" });
     this.cards = h("div", { class: "cards" });
@@ -44,7 +43,6 @@ export class ReportView {
       this.share,
       this.said,
       this.cards,
-      h("p", { class: "dim" }, h("label", { for: "snapshot" }, "A snapshot stops training for (seconds, if you know it): "), this.snapshot),
     );
     this.read();
   }
@@ -64,7 +62,7 @@ export class ReportView {
     const reading = (this.reading = new AbortController());
     put(this.said, "Reading the history of all jobs.");
     try {
-      const answer = await requestReport(this.since.value, Number(this.snapshot.value), reading.signal);
+      const answer = await requestReport(this.since.value, reading.signal);
       const report = await answer.json();
       put(this.said, answer.ok ? `As of ${new Date(report.until_unix_ms).toLocaleTimeString([], { hour12: false })}.` : report.message);
       if (answer.ok) this.show(report);

@@ -65,7 +65,7 @@ export const requestStacks = (name, round, signal) => request(`${jobPath(name)}/
 export const takeStacks = (name, signal) => request(`${jobPath(name)}/stacks`, { method: "POST", signal });
 
 /** Request a report on how all jobs spent the last `hours`. */
-export const requestReport = (hours, snapshotS, signal) => request(`/report?hours=${hours}${snapshotS > 0 ? `&snapshot_ms=${Math.ceil(1000 * snapshotS)}` : ""}`, { signal });
+export const requestReport = (hours, signal) => request(`/report?hours=${hours}`, { signal });
 
 /** Open the stream for one job, or for the fleet if `name` is null. */
 export const openStream = (name) => new Source(name === null ? "/stream" : `/stream?job=${encodeURIComponent(name)}`);

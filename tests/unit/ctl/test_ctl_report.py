@@ -25,6 +25,7 @@ from rdzv.errors import InvalidRequestError
 from rdzv.structs import replace
 from rdzv.transport.wire import write
 from rdzv.v1 import rdzv_pb2 as pb
+from rdzv.view.answers import Event
 from rdzv.view.ledger import Ledger, LedgerPhase, ledgers_of
 from rdzv.view.life import Run
 from rdzv.view.reports import Report, report, spent, spent_by
@@ -57,14 +58,16 @@ def texts() -> dict[str, str]:
     told = [an_event(kept, at_ms=at_ms) for at_ms, kept in lived(world, Policy(0, 500)).past]
     failing = a_summary("night", world.least, world.most)
 
-    def advised(snapshot_ms: int | None) -> Report:
+    def advised(past: list[Event]) -> Report:
         found = [spent_by(a_summary("eval"), [queued], 0)]
-        found += [spent(failing, told, 0, world.span_ms, snapshot_ms)]
+        found += [spent(failing, past, 0, world.span_ms)]
         return report(found, 0, world.span_ms)
 
     return {
-        "advice": as_text_report.advice(advised(2_000), PAGE),
-        "advice_unpriced": as_text_report.advice(advised(None), PAGE),
+        "advice": as_text_report.advice(advised(told), PAGE),
+        "advice_unpriced": as_text_report.advice(
+            advised([one for one in told if one.name != "SnapshotsSaved"]), PAGE
+        ),
         "no_advice": as_text_report.advice(nothing, PAGE),
         "fails_twice": as_text_report.ledger("night", fails, [before], PAGE),
         "no_steps": as_text_report.ledger("eval", queued, [], PAGE),
@@ -265,7 +268,7 @@ def test_advice_is_for_all_jobs_or_one(
         write(pb.Event(), an_event(kept, at_ms=began_ms + at_ms))
         for at_ms, kept in lived(world, Policy(0, 500)).past
     ]
-    text = ctl("report", "--since", "20d", "--advice", "--snapshot-cost", "2s").out
+    text = ctl("report", "--since", "20d", "--advice").out
     assert text.startswith("Advice for the last 20 d 0 h")
     assert "18 failures, 2 jobs" in text
     assert text.count("(Young/Daly)") == 2
@@ -291,9 +294,6 @@ def test_without_a_past_nothing_is_advised(job: str, control: FakeControl, ctl: 
         (["a", "--run", "1", "--advice"], 2, "--run needs a JOB, and no --advice"),
         (["--since", "soon"], 1, "--since=soon is not a time; give one"),
         (["--since", "30", "--advice"], 1, "--since=30 is not a time; give one"),
-        (["--snapshot-cost", "2s"], 2, "--snapshot-cost needs --advice"),
-        (["--advice", "--snapshot-cost", "2"], 1, "--snapshot-cost=2 is not a time; give one"),
-        (["--advice", "--snapshot-cost", "0s"], 1, "--snapshot-cost=0s is not a time; give one"),
     ],
 )
 def test_the_command_line_says_what_it_needs(

@@ -1540,6 +1540,7 @@ def every_event() -> list[events.Event]:
         events.FirstStepMade(1, "n1", 3, 101, 300),
         events.LostStepsRedone(1, 140, 200),
         events.LastStepMade(1, 190, 1_400),
+        events.SnapshotsSaved(1, 19, 2_300),
         events.RunEnded("run-1", ended),
     ]
 

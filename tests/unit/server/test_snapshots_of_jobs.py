@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv.core import model
+from rdzv.core.commands import Fail
 from rdzv.core.events import RoundCompleted
 from rdzv.core.evidence.progress_lag import RankProgress
 from rdzv.core.snapshots import (
@@ -24,7 +25,8 @@ from rdzv.structs import replace
 from rdzv.view import answers
 from rdzv.view.history import fields_in, written
 from rdzv.view.sentences import sentence_of
-from tests.support.driven import FakeClock, Server, read, running, server
+from tests.support.builders import report
+from tests.support.driven import FakeClock, Server, read, running, server, settle
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +80,29 @@ async def test_all_participants_hear_of_a_step_that_is_whole() -> None:
         assert s.snapshots("job-7").held["n1"] == NodeHolding(2, 2_000)
 
 
+async def test_what_saving_has_cost_is_recorded_when_the_round_ends() -> None:
+    """All ranks wait for the slowest; a step that not all have saved does not count."""
+
+    async def costs(s: Server) -> list[str]:
+        rows = await s.driver.history.of("job-7", 1_000)
+        return [answers.event_in(row).text for row in rows if row.name == "SnapshotsSaved"]
+
+    async with server() as s:
+        nodes = await s.pair()
+        for shard, stream in enumerate(nodes):
+            for step, stopped_us in ((40, 300_000 + shard), (50, 1_200_000 - shard)):
+                held = model.Snapshot(0, mark(step), shard, stopped_us=stopped_us)
+                s.report(stream, SnapshotsHeld("job-7", "run-1", (held,)))
+                s.report(stream, SnapshotsHeld("job-7", "run-1", (held,)))
+        s.report(nodes[0], holds(0, mark(60)))
+        assert await costs(s) == []
+        failed = report(message="boom", pid=99, at_ms=s.clock.now_ms())
+        await s.hear(nodes[0], Fail("n1", nodes[0].incarnation, "run-1", 0, (failed,)))
+        await settle()
+        said = ["round 0 saved 1 snapshot, which stopped training for 1.2 s"]
+        assert await costs(s) == said
+
+
 async def test_nothing_is_known_of_a_job_that_has_ended() -> None:
     async with server() as s:
         await s.pair()
@@ -85,7 +110,7 @@ async def test_nothing_is_known_of_a_job_that_has_ended() -> None:
         assert state is not None and state.membership.round is not None
         held = replace(state.membership, round=replace(state.membership.round, snapshot=mark(40)))
         over = replace(held, ended=model.Ended(model.Result.SUCCEEDED, "all workers exited 0", 7))
-        tracking = SnapshotTracking(lambda _node, _said: True)
+        tracking = SnapshotTracking(lambda _node, _said: True, lambda *_: None)
         assert tracking.shown(replace(state, membership=held)).whole == mark(40)
         assert tracking.shown(replace(state, membership=over)) == SnapshotsKnown()
 
@@ -152,7 +177,7 @@ async def test_a_step_that_is_whole_again_in_the_next_round_is_told_again() -> N
         state = s.driver.jobs.peek("job-7")
         assert state is not None and state.membership.round is not None
         told: list[str] = []
-        tracking = SnapshotTracking(lambda node_id, _: told.append(node_id) is None)
+        tracking = SnapshotTracking(lambda name, _: told.append(name) is None, lambda *_: None)
         again = replace(state.membership.round, number=1, resume_step=30)
         for now in (state, replace(state, membership=replace(state.membership, round=again))):
             told.clear()

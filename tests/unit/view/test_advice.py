@@ -42,12 +42,17 @@ def advised(
 ) -> dict[str, Change]:
     """Return the changes of one job by what they change."""
     until_ms = round(until_s * 1000)
-    found = spent(a_summary("a", *nodes), events_of(story, 1000), 0, until_ms, snapshot_ms)
+    past = events_of([*saved(snapshot_ms), *story], 1000)
+    found = spent(a_summary("a", *nodes), past, 0, until_ms)
     changes = report([found], 0, until_ms).advice
     assert [one.net_ms or 0 for one in changes] == sorted(
         (one.net_ms or 0 for one in changes), reverse=True
     )
     return {one.change: one for one in changes}
+
+
+def saved(snapshot_ms: int | None) -> Story:
+    return [] if snapshot_ms is None else [(0, events.SnapshotsSaved(0, 50, 50 * snapshot_ms))]
 
 
 def failing(times: int, spare: bool = False) -> list[tuple[float, Kept]]:
@@ -200,11 +205,11 @@ def test_kept_workers_and_jobs_without_progress_get_no_interval() -> None:
 
 def test_the_runs_of_a_job_are_one_sum() -> None:
     """Failures of both count, so that there are enough of them."""
-    story = failing(3)
+    story = [*saved(1_000), *failing(3)]
     once = [an_event(kept, "r1", round(at_s * 1000)) for at_s, kept in story]
     again = [an_event(kept, "r2", round((at_s + 50 * HOUR) * 1000)) for at_s, kept in story]
     one, both = (
-        report([spent(a_summary("a", 2, 2), past, 0, 400 * HOUR_MS, 1_000)], 0, 400 * HOUR_MS)
+        report([spent(a_summary("a", 2, 2), past, 0, 400 * HOUR_MS)], 0, 400 * HOUR_MS)
         for past in (once, [*once, *again])
     )
     before = {change.spares or change.steps: change for change in one.advice}
@@ -280,7 +285,7 @@ def test_a_node_that_is_drained_is_not_the_worst() -> None:
 
 def reported(world: World, life: Life) -> Report:
     job = a_summary("night", world.least, world.most)
-    found = spent(job, events_of(life.past), 0, world.span_ms, world.snapshot_ms)
+    found = spent(job, events_of(life.past), 0, world.span_ms)
     return report([found], 0, world.span_ms)
 
 

@@ -591,6 +591,8 @@ def test_a_step_changes_nothing_until_the_one_before_is_copied(
     stepped.set()
     snapshots.finish()
     assert early == [False]
+    (said,) = [what for _, what in runners[0].said if what]
+    assert 300_000 < said["stopped_us"] < 60_000_000  # It waited for the copy, half a second.
 
 
 def test_saves_that_are_left_out_are_said_once(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,9 @@ class Snapshots:
         """Copies the last snapshot."""
         self._copied = threading.Event()
         """Set once the last snapshot's tensors are copied, so that the state may be changed."""
+        self._begun_at = 0.0
+        self._waits_since: float | None = None
+        """When an optimizer's step began to wait for that, if one did."""
         self._told: set[str] = set()
 
     def begin_round(self, round_: Round) -> None:
@@ -208,6 +212,7 @@ class Snapshots:
         """Begin to copy the sealed step, once the previous snapshot is done."""
         if self.held is None or not self._sealing.step:
             return False
+        self._begun_at = time.monotonic()
         if not self.finish():
             self._say(f"skipping saves: the last one takes longer than {FINISH_TIMEOUT_S:.0f} s")
             return False
@@ -222,6 +227,11 @@ class Snapshots:
             self._thread.join(FINISH_TIMEOUT_S)
         return self._thread is None or not self._thread.is_alive()
 
+    def _wait_for_copy(self) -> None:
+        if not self._copied.is_set():
+            self._waits_since = time.monotonic()
+            self._copied.wait()
+
     def _begin(self, *, saves: bool) -> None:
         """Copy the sealed step in a thread; unless it `saves`, only request memory for that."""
         round_ = self._round
@@ -233,17 +243,18 @@ class Snapshots:
         # The events that the GPUs must reach before the tensors may be copied.
         ready, copied = events(tensors), threading.Event()
         if saves and not all_set_aside:
-            self._sealing.wait_for_copy = copied.wait
+            self._sealing.wait_for_copy = self._wait_for_copy
         if self._thread is None:
             # A process that exits while a thread is using a tensor may abort.
             atexit.register(self.finish)
-        header, self._copied = self._header(round_, content), copied
+        header, self._copied, self._waits_since = self._header(round_, content), copied, None
+        begun_s = time.monotonic() - self._begun_at
 
         def run() -> None:
             try:
                 head = content.head()
                 if self._has_room(bytes_needed(tensors, head)) and saves:
-                    self._copy(header, tensors, head, ready, copied)
+                    self._copy(header, tensors, head, ready, begun_s)
             except Exception as error:
                 self._say(f"cannot save step {header.step}: {error}")
             finally:
@@ -287,7 +298,7 @@ class Snapshots:
         tensors: list[Tensor],
         head: bytes,
         ready: list[Any],
-        copied: threading.Event,
+        begun_s: float,
     ) -> None:
         held = self.held
         assert held is not None
@@ -306,7 +317,8 @@ class Snapshots:
         slot = held.slots[number]
         held.clear(number)
         copy_all(tensors, slot.begin(tensors), ready, copiers())
-        copied.set()
+        waited_s = time.monotonic() - self._waits_since if self._waits_since else 0.0
+        self._copied.set()
         written = slot.seal(header, tensors, head)
         if written.shards:
             held.link.saved(
@@ -315,6 +327,7 @@ class Snapshots:
                 shard=written.shard,
                 bytes=written.bytes,
                 digest=slot.seal_digest,
+                stopped_us=round(1e6 * (begun_s + waited_s)),
             )
 
     def _say(self, text: str) -> None:

@@ -117,7 +117,8 @@ class Verifying:
         if self._every:
             raise UnsupportedError(
                 "state.add() was called on a State with verify_every: the parts of a sharded model "
-                "differ between ranks, so there are no replicas to compare. Remove verify_every"
+                "differ between ranks, and replicas of one part (HSDP) are not compared. Remove "
+                "verify_every"
             )
 
     def begin_round(self) -> None:

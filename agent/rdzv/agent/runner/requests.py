@@ -19,7 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """The version of the requests, the events and the state that runners keep for the next agent.
 
 An agent adopts only runners of its own version.
@@ -208,6 +208,7 @@ class Snapshot:
     bytes: Number
     digest: Text
     copy_of: Small | None = None
+    stopped_us: Number = 0
 
     def __post_init__(self) -> None:
         if self.shard >= self.mark.shards or len(self.digest) > _MAX_NAME_CHARS:

@@ -17,8 +17,10 @@ directions carry frames as defined in channel.py. Frames from the worker, of at 
                                                      (snapshot_slots.py), or with 0 the ones that
                                                      hold data; copies: whether it also requests
                                                      copies of other nodes' snapshots
-    saved    {slot, mark, shard, bytes, digest}      slot 0 or 1 holds this snapshot; without a
-                                                     mark, the slot is empty or holds no state
+    saved    {slot, mark, shard, bytes, digest, stopped_us}
+                                                     slot 0 or 1 holds this snapshot, which has
+                                                     stopped training for so long; without a mark,
+                                                     the slot is empty or holds no state
 
 Frames to the worker:
 

@@ -118,8 +118,6 @@ def whole_history(client: ControlClient, job: str) -> tuple[Event, ...]:
     {_SINCE}.""")  # fmt: skip
 @click.option("--advice", is_flag=True, help="""
     Show what other spares, snapshot intervals and nodes would have saved.""")  # fmt: skip
-@click.option("--snapshot-cost", "snapshot", metavar="TIME", help="""
-    With --advice: how long a snapshot stops training, such as 800ms.""")  # fmt: skip
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="""
     Write an HTML page with plots instead.""")  # fmt: skip
 def report_command(
@@ -127,7 +125,6 @@ def report_command(
     number: int | None,
     since: str | None,
     advice: bool,
-    snapshot: str | None,
     html: Path | None,
     output: str,
 ) -> str:
@@ -142,18 +139,15 @@ def report_command(
         raise click.UsageError("give JOB or --since, not both, unless with --advice")
     if number is not None and (job is None or advice):
         raise click.UsageError("--run needs a JOB, and no --advice")
-    if snapshot is not None and not advice:
-        raise click.UsageError("--snapshot-cost needs --advice")
     from rdzv.ctl import as_text_report, report_page
     from rdzv.view import restart_picture
     from rdzv.view.ledger import chosen, ledgers_of, run_numbers
 
     since_ms = cli.parse_duration("--since", since or _SINCE)
-    snapshot_ms = cli.parse_duration("--snapshot-cost", snapshot) if snapshot is not None else None
     now_ms = round(time.time() * 1000)
     with cli.opened_client() as client:
         if job is None or advice:
-            found = _all(client, job, since_ms, now_ms, snapshot_ms)
+            found = _all(client, job, since_ms, now_ms)
             if html is not None:
                 write_text(html, report_page.report(found))
                 return f"{html} has the report; open it in a browser"
@@ -183,9 +177,7 @@ def servers_now_ms(status: JobStatus, past: Sequence[Event], own_ms: int) -> int
     return own_ms
 
 
-def _all(
-    client: ControlClient, job: str | None, since_ms: int, now_ms: int, snapshot_ms: int | None
-) -> Report:
+def _all(client: ControlClient, job: str | None, since_ms: int, now_ms: int) -> Report:
     """Sum up one job or all jobs, except those deleted in the meantime."""
     from rdzv.view.reports import ended_before, report, spent
 
@@ -199,5 +191,5 @@ def _all(
             history = whole_history(client, one.rdzv_id)
         except UnknownJobError:
             continue
-        found.append(spent(one, history, from_ms, now_ms, snapshot_ms))
+        found.append(spent(one, history, from_ms, now_ms))
     return report(found, from_ms, now_ms)

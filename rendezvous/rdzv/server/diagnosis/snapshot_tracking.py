@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rdzv.core.events import SnapshotsSaved
 from rdzv.core.model import Round, Snapshot, SnapshotMark, State
 from rdzv.core.snapshots import (
     MAX_SOLE_HOLDERS,
@@ -132,6 +133,9 @@ class _Job:
     whole_ms: int | None = None
     """When the newest mark became whole, or None if that was before the round."""
     given_up: SnapshotMark | None = None
+    times: int = 0
+    """How many marks became whole in the round, and how long saving them has stopped training."""
+    stopped_us: int = 0
 
     @property
     def announced(self) -> SnapshotMark | None:
@@ -161,8 +165,12 @@ class _Job:
 class SnapshotTracking:
     """The snapshots of one server's jobs."""
 
-    def __init__(self, send: Callable[[str, Announcement], bool]) -> None:
-        self._send = send
+    def __init__(
+        self,
+        send: Callable[[str, Announcement], bool],
+        tell: Callable[[str, tuple[SnapshotsSaved, ...]], object],
+    ) -> None:
+        self._send, self._tell_history = send, tell
         self._jobs: dict[str, _Job] = {}
         self._told: dict[str, dict[str, tuple[int, SnapshotMark, SnapshotMark | None]]] = {}
         """The round, mark and given-up mark that were last sent on each node's stream, by node_id
@@ -175,8 +183,10 @@ class SnapshotTracking:
         all participants.
         """
         job = self._job(state)
-        if job.held.note(node_id, report.snapshots):
+        if job.held.note(node_id, report.snapshots) and job.held.whole is not None:
             job.whole_ms = now_ms
+            job.times += 1
+            job.stopped_us += job.held.stopped_us(job.held.whole)
         before = job.announced, job.given_up
         job.copying.note(node_id, report, job.held)
         job.note_blocked(node_id, report)
@@ -192,9 +202,15 @@ class SnapshotTracking:
 
     def tidy(self, state: State) -> None:
         membership = state.membership
-        job = self._jobs.get(membership.rdzv_id)
-        if job is not None and (membership.ended is not None or membership.run != job.run):
+        if (job := self._jobs.get(membership.rdzv_id)) is None:
+            return
+        if membership.ended is not None or membership.run != job.run:
             del self._jobs[membership.rdzv_id]
+        elif job.times and not membership.is_live(job.run, job.round.number):
+            stopped_ms = round(job.stopped_us / 1000)
+            saved = SnapshotsSaved(job.round.number, job.times, stopped_ms)
+            job.times = 0
+            self._tell_history(membership.rdzv_id, (saved,))
 
     def shown(self, state: State) -> SnapshotsKnown:
         """Return what is known about a job's snapshots, which is nothing once the job has ended."""

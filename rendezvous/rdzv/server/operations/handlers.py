@@ -191,9 +191,8 @@ async def get_report(server: Server, request: Any) -> reports.Report:
             continue
         with contextlib.suppress(UnknownJobError):
             rows = await server.history(job.rdzv_id, HISTORY_ROWS)
-            past, when = map(answers.event_in, rows), (from_ms, now_ms)
-            summary = asyncio.to_thread(reports.spent, job, past, *when, request.snapshot_ms)
-            spent.append(await summary)
+            past = map(answers.event_in, rows)
+            spent.append(await asyncio.to_thread(reports.spent, job, past, from_ms, now_ms))
     return reports.report(spent, from_ms, now_ms)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rdzv import bounds
 from rdzv.errors import InvalidRequestError
 from rdzv.server.operations import handlers as do
 from rdzv.server.security.roles import ADMIN, ADMIN_CHANGES, CHANGE_JOB, LOOK_INSIDE, READ, Row
@@ -228,15 +227,7 @@ OPERATIONS = (
             "/report",
             "What all jobs have spent, and which causes and nodes have cost most",
             _SPENT,
-            query=(
-                _number("hours", "The number of hours to look back.", 1, 8784, 168),
-                _number(
-                    "snapshot_ms",
-                    "How long a snapshot stops training, for the advice on their interval.",
-                    1,
-                    bounds.DAY_MS,
-                ),
-            ),
+            query=(_number("hours", "The number of hours to look back.", 1, 8784, 168),),
         ),
     ),
     Operation(
