@@ -10,7 +10,8 @@ learning rate, and loss. The script fails if any differ, the losses by more than
 what it costs to seed the generators, once for each sample and micro-batch.
 
 With --sharded, the model is divided among the ranks (FSDP2) and saved in memory in each step, with
-copies on other nodes. Then the steps that each new round has redone are shown, too.
+copies on other nodes, and nodes are drained instead of lost. Then the steps that each new round has
+redone are shown, too: the round after the killed worker's may redo some.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ SCRIPT = SUPPORT / "any_size_training.py"
 EPOCH_STEPS = 5
 SAMPLES = 96
 LIMIT = 1e-5
+SHARDED = {"sharded": True, "leaves": True, "snapshot_every": 1}
 
 
 def lines_in(folder: Path) -> Iterator[dict[str, Any]]:
@@ -60,7 +62,7 @@ def disturbed(made: Cluster, steps: int, *, sharded: bool) -> None:
     options = (warm, "--max-restarts=9", "--restart-backoff=0", "--redirects=3")
     options += ("--rdzv-conf=last_call_timeout=1",)
     how = {"epochs": steps // EPOCH_STEPS, "pause_s": 0.02, "waits": (steps * 4 // 5, 4)}
-    arguments = json.dumps({**how, **({"sharded": True, "snapshot_every": 1} if sharded else {})})
+    arguments = json.dumps({**how, **(SHARDED if sharded else {})})
     environ = {"OMP_NUM_THREADS": "1", **({} if sharded else QUICK_TORCH)}
     nodes = {}
 
@@ -87,9 +89,15 @@ def disturbed(made: Cluster, steps: int, *, sharded: bool) -> None:
             ],
         )[0]
 
+    def end(name: str) -> None:
+        if sharded:
+            made.run("rdzvctl", f"--server={made.endpoint}", "drain", name, "--deadline=60s")
+        else:
+            nodes[name].kill_tree()
+
     start("n1", "n2", "n3", "n4")
     train(0.2, 4)
-    nodes["n4"].kill_tree()
+    end("n4")
     before = train(0.3, 3)["round"]
     os.kill(nodes["n2"].workers()[0], signal.SIGKILL)
     made.wait_until(
@@ -97,7 +105,7 @@ def disturbed(made: Cluster, steps: int, *, sharded: bool) -> None:
         lambda: any(row["round"] > before for row in lines_in(made.folder / "logs")),
     )
     train(0.4, 3)
-    nodes["n3"].kill_tree()
+    end("n3")
     train(0.6, 2)
     start("n5", "n6")
     for name in ("n1", "n2", "n5", "n6"):

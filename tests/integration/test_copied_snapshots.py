@@ -80,7 +80,8 @@ class Training:
         return line
 
     def furthest(self) -> int:
-        return max(row["step"] for name in self.nodes for row in self.lines(name, "step"))
+        rows = (row for name in self.nodes for row in self.lines(name, "step"))
+        return max((row["step"] for row in rows), default=0)
 
     def node_loss(self) -> NodeLoss | None:
         snapshot = self.cluster.status().snapshot
@@ -209,6 +210,23 @@ def test_another_number_of_workers_loads_what_all_parts_have_been_copied_of(c: C
     assert said in training.nodes["n1"].text
     c.wait_for_event("SnapshotsSaved", "round 0 saved 2 snapshots, which stopped training for ")
     assert training.nodes["n1"].wait() == 0
+
+
+def test_a_drained_node_leaves_its_part_to_another_and_no_step_is_redone(c: Cluster) -> None:
+    """It saves with the others, and waits until its part has been copied."""
+    c.start_server()
+    training = Training(c, SLOWLY, steps=60)
+    training.args |= {"snapshot_every": None, "leaves": True}
+    training.nnodes = "1:2"
+    training.start("n1", "n2")
+    training.begun("n2", round=0)
+    c.wait_until("they train", lambda: training.furthest() > 3)
+    c.run("rdzvctl", f"--server={c.endpoint}", "drain", "n2", "--deadline=60s")
+    assert training.begun("n1", round=1)["step"] == training.lines("n1", "leaves")[0]["step"]
+    assert "in memory (copies of parts 1)" in training.nodes["n1"].text
+    assert training.nodes["n2"].wait() == 75
+    assert training.nodes["n1"].wait() == 0
+    assert {row["redo"] for row in training.lines("n1", "step", round=1)} == {False}
 
 
 class Daemon:

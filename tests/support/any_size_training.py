@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kept_training import fault, make_data, say
+from kept_training import fault, leave_if_told, make_data, say
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -56,12 +56,14 @@ def train(
     pause_s: float = 0.0,
     waits: tuple[int, int] = (0, 0),
     sharded: bool = False,
+    leaves: bool = False,
     **options: Any,
 ) -> None:
     """Train with a global batch, dropout, batch norm, augmentation, and a rate for each step.
 
     The size of the world varies; workers with an even rank load data in another process. `waits`
-    names a step, and how many workers it waits for. With parts of half the size, batch norm would
+    names a step, and how many workers it waits for. With `leaves`, they look in each step whether a
+    node leaves, and save then. With parts of half the size, batch norm would
     make the training unstable: rounding errors would grow a thousandfold every sixty steps.
     """
     torch.set_num_threads(1)
@@ -108,6 +110,8 @@ def train(
                     state.commit()
                 finally:
                     say("step", **step)
+                if leaves:
+                    leave_if_told(state)
                 time.sleep(pause_s)
                 while state.step == waits[0] and round_.world_size != waits[1]:
                     state.check()

@@ -20,7 +20,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from rdzv.worker import ElasticBatchSampler, Round, State, elastic, groups, healing
+from rdzv.worker import (
+    ElasticBatchSampler,
+    Round,
+    State,
+    elastic,
+    exit_if_leaving,
+    groups,
+    healing,
+    should_stop,
+)
 
 SAMPLES = 96
 
@@ -511,9 +520,13 @@ def train_sharded(
     replicas: int = 1,
     hold_last: bool = True,
     forgets_in: int | None = None,
+    leaves: bool = False,
     **options: Any,
 ) -> None:
-    """Train a model that is sharded anew in each round, with a scheduler and a scaler."""
+    """Train a model that is sharded anew in each round, with a scheduler and a scaler.
+
+    With `leaves`, look in each step whether a node leaves, and save then.
+    """
     # These take half as long as torch itself; the other functions do without.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -576,11 +589,20 @@ def train_sharded(
                         loss=loss.detach().double().item().hex(),
                         redo=redo,
                     )
+                if leaves:
+                    leave_if_told(state)
                 if state.step >= steps:
                     break
         say("done", step=state.step, weights=parts_of(model), lr=optimizer.param_groups[0]["lr"])
 
     run(state)
+
+
+def leave_if_told(state: State) -> None:
+    if should_stop():
+        say("leaves", step=state.step)
+        state.save()
+        exit_if_leaving()
 
 
 def parts_of(model: nn.Module) -> str:

@@ -264,6 +264,16 @@ class Link:
         """Report the snapshot in a slot. Without fields, the slot is empty or holds no state."""
         self._send({"type": "saved", "slot": slot, **what})
 
+    def wait_until_whole(self, mark: Mark, timeout_s: float) -> bool:
+        """Wait until the runner announces a step, or a later one, or the end of the round."""
+
+        def is_known() -> bool:
+            whole = self.announced.whole
+            return self.is_over() or (whole is not None and whole.time >= mark.time)
+
+        with self._changed:
+            return self._changed.wait_for(is_known, timeout_s)
+
     def wait_for_order(self) -> Go | Release | None:
         """Wait for the runner's order. Returns None if the runner is gone."""
         with self._changed:
@@ -335,8 +345,10 @@ class Link:
         for fd in fds:
             os.close(fd)
         if kind == "watermark":
-            self.announced.whole = _mark(message.get("mark"))
-            self.announced.given_up = _mark(message.get("given_up"))
+            with self._changed:
+                self.announced.whole = _mark(message.get("mark"))
+                self.announced.given_up = _mark(message.get("given_up"))
+                self._changed.notify_all()
         elif kind == "pinned":
             self.announced.pinned = _mark(message.get("mark"))
         elif kind == "release":

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -52,6 +53,9 @@ class _Notice:
 
 
 _notice = _Notice()
+
+before_leaving: list[Callable[[], object]] = []
+"""Called on all ranks before some of them leave."""
 catch_sigterm, restore_sigterm = _notice.catch, _notice.restore
 
 
@@ -104,7 +108,8 @@ def exit_if_leaving() -> None:
     """Wait until all ranks have saved, then end this process if it was told to stop.
 
     All ranks call it after each `should_stop` that returned True. Where it returns, training goes
-    on: the group re-forms once the others are gone, and continues from what was saved.
+    on: the group re-forms once the others are gone, and continues from what was saved. What the
+    step's `State.save` has saved is on other nodes by then, or 30 seconds have passed.
 
     Raises:
         SystemExit: this rank was told: 0 if its node leaves, else 143, as after SIGTERM.
@@ -113,6 +118,8 @@ def exit_if_leaving() -> None:
     """
     import torch.distributed as dist
 
+    for call in before_leaving:
+        call()
     if dist.is_available() and dist.is_initialized():
         dist.barrier()
     if _notice.has_come or _node_leaves():

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .link import Announced
+from .notice import before_leaving
 from .rounds import warn
 from .slot_format import NO_MARK, Header, Mark
 from .snapshot_slot import Content, Slot, bytes_needed
@@ -179,10 +180,12 @@ class Snapshots:
         self._begun_at = 0.0
         self._waits_since: float | None = None
         """When an optimizer's step began to wait for that, if one did."""
+        self._saved: Mark | None = None
+        """What was saved last in this round."""
         self._told: set[str] = set()
 
     def begin_round(self, round_: Round) -> None:
-        self._round, self._layout = round_, None
+        self._round, self._layout, self._saved = round_, None, None
         if self.held is None:
             return
         self.finish()
@@ -218,8 +221,28 @@ class Snapshots:
             return False
         if self.held.refused is not None and not self.held.slots:
             return False
-        self._begin(saves=True)
+        before_leaving[:] = [self.hand_over]
+        if not self._has_saved():
+            self._begin(saves=True)
         return True
+
+    def hand_over(self) -> None:
+        """Wait until the sealed step is saved, whole, and copied; at most 30 seconds for each."""
+        assert self.held is not None
+        link = self.held.link
+        if not self._has_saved():
+            # It was left out, because the one before it was not yet whole.
+            if self._saved is not None:
+                link.wait_until_whole(self._saved, FINISH_TIMEOUT_S)
+            self.save()
+        saved = self._saved if self._has_saved() else None
+        if saved is None or not link.wait_until_whole(saved, FINISH_TIMEOUT_S):
+            self._say("a node leaves before other nodes have all of the step that was saved")
+
+    def _has_saved(self) -> bool:
+        """Wait for the last snapshot, and return whether it is one of the sealed step."""
+        at = (self._sealing.lineage, self._sealing.step)
+        return self.finish() and self._saved is not None and self._saved.time == at
 
     def finish(self) -> bool:
         """Wait up to 30 seconds until the last snapshot is complete or has failed."""
@@ -320,6 +343,7 @@ class Snapshots:
         waited_s = time.monotonic() - self._waits_since if self._waits_since else 0.0
         self._copied.set()
         written = slot.seal(header, tensors, head)
+        self._saved = written.mark
         if written.shards:
             held.link.saved(
                 number,
