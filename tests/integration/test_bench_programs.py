@@ -33,6 +33,7 @@ LONG = {
     "launch": ("--starts=1 --idle=1 --launchers=rdzvrun", '"case": "idle"'),
     "recovery": ("--cases=worker --runs=1 --nodes=2 --launchers=rdzvrun", "1 of 1"),
     "scale": ("--nodes=8 --no-peer --repetitions=1", "scale rdzvd   nodes=8 "),
+    "resize": ("--gb=0.01", "resize: from 2 to 3 ranks: "),
     "snapshots": ("--gb=0.01 --steps=20 --step-ms=2 --threads=1", "1 threads: cost "),
     "snapshot_faults": (
         "--kills=1 --copy-kills=1 --flips=1 --gb=0.01 --loads=1",

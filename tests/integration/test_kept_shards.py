@@ -62,8 +62,9 @@ def test_a_part_that_is_lost_is_missed_on_all_ranks(tmp_path: Path) -> None:
         made.begin(2, made.workers[:1], step=5)
         for worker in made.workers:
             assert worker.exit_code() == 1
-            assert "no rank holds model.0.weight[17:33, 0:8], which rank 1 needs: the job must" in (
-                worker.text()
+            assert (
+                "no rank holds [17:33, 0:8] of model.0.weight, which rank 1 needs: the job must"
+                in (worker.text())
             )
 
 

@@ -25,7 +25,17 @@ from rdzv.worker.shards import Place, place_of
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["link", "healing", "resuming", "rounds", "shards", "snapshots", "cutting", "verifying"],
+    [
+        "link",
+        "healing",
+        "resharding",
+        "resuming",
+        "rounds",
+        "shards",
+        "snapshots",
+        "cutting",
+        "verifying",
+    ],
 )
 def test_the_examples_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"rdzv.worker.{name}")).failed == 0

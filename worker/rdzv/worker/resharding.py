@@ -93,7 +93,7 @@ class Resharding:
             found = self._pieces(name, self._rank, self._holders.get(name, ()))
             if sum(_size(common) for _, common, _ in found) < _size(box):
                 where = ", ".join(f"{at}:{at + size}" for at, size in zip(*box))
-                return f"no rank holds {name}[{where}], which rank {self._rank} needs"
+                return f"no rank holds [{where}] of {name}, which rank {self._rank} needs"
         return ""
 
     def run(self) -> None:

@@ -270,6 +270,12 @@ def _receive(
     )
     lacking = moving.lacking() if shapes is not None else "no rank holds any part of the state"
     if reason := next(filter(None, exchange(store, round_, "lacking", lacking)), ""):
-        raise NoSourceError(f"{reason}: the job must resume from its checkpoint, in new processes")
+        if differ:
+            reason += (
+                ": it is not sharded, and differs between parts, so start as many as before, or"
+            )
+        else:
+            reason += ": the job must"
+        raise NoSourceError(f"{reason} resume from its checkpoint, in new processes")
     moving.run()
     return image
