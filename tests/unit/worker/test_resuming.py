@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from rdzv.worker import healing, shards
+from rdzv.worker import healing, notice, shards
 from rdzv.worker.link import Announced, GivenSlots
 from rdzv.worker.resuming import Resuming
 from rdzv.worker.rounds import Round
@@ -69,6 +69,10 @@ class Runner:
 
     def saved(self, slot: int, **what: Any) -> None:
         self.said.append((slot, what))
+
+    def wait_until_whole(self, mark: Mark, timeout_s: float) -> bool:
+        self.announced.whole = mark
+        return True
 
     def flip(self, step: int, place: int = TENSORS_AT + 3) -> None:
         """Flip a bit in the slot that holds this step."""
@@ -604,6 +608,27 @@ def test_saves_that_are_left_out_are_said_once(
     assert set(steps(runners[0])) == {1, 2}
     said = capsys.readouterr().err
     assert said.count("rank 0: warning: skipping saves while both snapshots in memory are ") == 1
+
+
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_save_that_was_left_out_is_made_before_a_node_leaves(
+    runners: list[Runner], is_in_step: bool
+) -> None:
+    """Unless an optimizer has begun to change the state."""
+    sealing, snapshots = saving(runners[0])
+    runners[0].announced.whole = Mark(0, 0)
+    for _ in range(3):
+        snapshots.save()
+        sealing.commit()
+    snapshots.save()
+    snapshots.finish()
+    assert steps(runners[0]) == [1, 2]
+    sealing.torn = is_in_step
+    (leave,) = notice.before_leaving
+    leave()
+    assert steps(runners[0]) == ([1, 2] if is_in_step else [1, 2, 4])
+    leave()
+    assert len(steps(runners[0])) == (2 if is_in_step else 3)
 
 
 @pytest.mark.parametrize("killed", ["writers", "copies"])

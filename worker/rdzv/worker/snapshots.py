@@ -230,7 +230,7 @@ class Snapshots:
         """Wait until the sealed step is saved, whole, and copied; at most 30 seconds for each."""
         assert self.held is not None
         link = self.held.link
-        if not self._has_saved():
+        if not self._has_saved() and not self._sealing.is_in_step:
             # It was left out, because the one before it was not yet whole.
             if self._saved is not None:
                 link.wait_until_whole(self._saved, FINISH_TIMEOUT_S)
