@@ -386,7 +386,11 @@ def test_states_that_differ_are_refused_before_anything_hangs(
 
 @pytest.mark.parametrize(
     ("function", "holder"),
-    [("with_old_wrapper", "by DistributedDataParallel"), ("with_old_group", "by Trainer")],
+    [
+        ("with_old_wrapper", "by DistributedDataParallel"),
+        ("with_old_group", "by Trainer"),
+        ("with_old_mesh", ""),
+    ],
 )
 def test_a_wrapper_or_group_of_a_former_round_is_refused(
     tmp_path: Path, function: str, holder: str

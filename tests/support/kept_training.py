@@ -428,6 +428,20 @@ def swallowing(
     say("done", step=state.step, applied=[-int(model.weight) for model in models])
 
 
+def with_old_mesh() -> None:
+    """Hold on to a device mesh of the first round in a global variable."""
+
+    @elastic
+    def run(state: State, round_: Round) -> None:
+        trainer.group = dist.device_mesh.init_device_mesh("cpu", (round_.world_size,))
+        say("begin", round=round_.number)
+        while True:
+            dist.all_reduce(torch.ones(1))
+            state.check()
+
+    run(State(step=0))
+
+
 def with_old_group() -> None:
     """Hold on to a second group of the first round in a global variable."""
 

@@ -228,7 +228,7 @@ class RoundGroups:
         for group in (alive for one in groups if (alive := one()) is not None):
             holders = _holders(group)
             if group is c10d.GroupMember.WORLD:
-                holders = [one for one in holders if _is_bound(one)]
+                holders = [one for one in holders if _is_bound(one)] + _meshes()
             used |= bool(holders) or group is not c10d.GroupMember.WORLD
             names |= {getattr(one, "__name__", type(one).__name__) for one in holders}
             del group, holders
@@ -373,6 +373,12 @@ def _holders(group: object) -> list[object]:
         elif not isinstance(holder, (list, tuple, set)) and type(holder).__name__ != "frame":
             found.append(holder)
     return found
+
+
+def _meshes() -> list[object]:
+    """Return all device meshes; they find their groups by name, so they refer to none."""
+    mesh = getattr(sys.modules.get("torch.distributed.device_mesh"), "DeviceMesh", None)
+    return [one for one in gc.get_objects() if type(one) is mesh]
 
 
 def _is_bound(holder: object) -> bool:
