@@ -245,6 +245,11 @@ class Parking:
         in_ms = world.random.choice((0, 50, grace_ms))
         world.agenda.after(in_ms, lambda: self._ended(pids) if pids is self._ending else None)
 
+    def end_at_once(self) -> None:
+        """Let nothing be left of those that were told to end."""
+        if self._ending is not None:
+            self._ended(self._ending)
+
     def _ended(self, pids: set[int]) -> None:
         self._ending = None
         self.parked = {rank: one for rank, one in self.parked.items() if one.pid not in pids}

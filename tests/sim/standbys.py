@@ -154,8 +154,11 @@ class Standbys:
         if self._waits is not None and state is StandbyState.READY:
             self._runner.parking.parked = {}
             self._runner.tell(events.KeptGone())
-        elif self._waits is not None and state is StandbyState.COLD:
-            self.killed()  # They are older than the script, and are being ended.
+        elif self._waits is not None:
+            # Those that are being ended: with the runner, if the node exits now.
+            self._runner.parking.end_at_once()
+            if state is StandbyState.COLD:
+                self.killed()
         self._waits = None
 
     # -------------------------------------------------------------- the runner
