@@ -200,6 +200,39 @@ async def test_the_zygote_waits_for_the_imports_of_all_but_not_for_ever(job: Job
     assert loop.time() - since > SETTLE_S / 2
 
 
+BLOCKS = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+if pathlib.Path("/proc/self/cmdline").read_bytes().startswith(b"rdzv zygote"):
+    (here / "pid").write_text(str(os.getpid()))
+    while not (here / "go").exists():
+        time.sleep(0.01)
+"""
+
+
+async def test_a_zygote_that_workers_wait_for_has_as_much_cpu_as_they_would_have(
+    tmp_path: Path,
+) -> None:
+    job = Job(tmp_path)
+    torch = tmp_path / "torch"
+    (torch / "__init__.py").write_text(TORCH + BLOCKS)
+    job.link = await RunnerLink.spawn(job.hear)
+    job.link.ask(replace(job.spec_, wait_s=PATIENCE_S))
+    await job.round(0)
+    await until(lambda: (torch / "pid").exists() and (torch / "pid").read_text())
+
+    def nice() -> str:
+        return Path(f"/proc/{(torch / 'pid').read_text()}/autogroup").read_text().split()[-1]
+
+    assert nice() == "5"
+    await job.stop(0)
+    job.link.start_workers(1, [job.worker(0), job.worker(1)])
+    await until(lambda: nice() == "0")
+    (torch / "go").touch()
+    assert [(await job.said(rank))["warm"] for rank in range(2)] == [True, True]
+    await job.link.close(PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     "change",
     [

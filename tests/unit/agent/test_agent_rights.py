@@ -108,6 +108,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "spawn.drop_oom_protection: score.write_bytes",
         "processes.children_of: Path(f'/proc/{pid}/task/{task}/children').read_bytes",
         "processes.children_of: os.listdir",
+        "zygote_process.ZygoteProcess.hurry: Path(f'/proc/{self._zygote[0].pid}/autogroup')"
+        ".write_text",
         "runner.main: Path(f'/proc/self/task/{os.getpid()}/children').exists",
         "stack_sampling._kernel: Path(f'/proc/{pid}/stack').read_text",
         "stack_sampling._kernel: Path(f'/proc/{pid}/wchan').read_text",

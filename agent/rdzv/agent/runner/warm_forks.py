@@ -181,6 +181,8 @@ class WarmForks:
     def want(self, starts: Iterable[WarmStart]) -> None:
         """Fork these processes at the end of this turn of the loop, or once the zygote is ready."""
         self._wanted += starts
+        if not self.zygote.is_ready:
+            self.zygote.hurry()
 
     def drop(self, starts: Iterable[WarmStart]) -> None:
         for start in starts:

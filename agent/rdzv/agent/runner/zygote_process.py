@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,12 @@ class ZygoteProcess:
         _, link = self._zygote
         link.send({"fork": batch, "forks": len(links)}, *dup_fds(*links))
         self._loop.watch_channel(link)
+
+    def hurry(self) -> None:
+        """Let a zygote that imports have as much CPU as the workers that now wait for it."""
+        if self._zygote is not None:
+            with suppress(OSError):  # The kernel refuses more than ten changes per second.
+                Path(f"/proc/{self._zygote[0].pid}/autogroup").write_text("0")
 
     def give_up(self, reason: str) -> None:
         """Kill a zygote that is not fulfilling requests."""
