@@ -580,7 +580,10 @@ JOB = Board(
                     (f"max (rdzv_job_max_preemptions{{{JOB_OF}}})", "max preemptions"),
                     (f"max (rdzv_job_store_failures_spent{{{JOB_OF}}})", "store failures"),
                     (f"max (rdzv_job_max_store_failures{{{JOB_OF}}})", "max store failures"),
-                    (f"max (rdzv_job_restarts_in_vain{{{JOB_OF}}})", "restarts without progress"),
+                    (
+                        f"max (rdzv_job_restarts_without_progress{{{JOB_OF}}})",
+                        "restarts without progress",
+                    ),
                     (f"max (rdzv_job_no_progress_restarts{{{JOB_OF}}})", "max without progress"),
                     kind=STAT,
                     span=WIDE,
@@ -908,7 +911,7 @@ SERVER = Board(
                 ),
                 panel(
                     "Store away, errors",
-                    "While it is away nothing new is decided, and workers run on.",
+                    "While it is away nothing new is decided, and workers continue.",
                     (f"max (rdzv_store_away_seconds{{{SERVER_OF}}})", "away, s"),
                     (
                         increase("rdzv_store_errors_total", SERVER_OF, "operation"),

@@ -42,7 +42,7 @@ def test_a_job_that_gets_nowhere_fails_with_93_long_before_its_restarts_are_spen
     status = c.status()
     assert (status.state, status.restarts, status.no_progress) == ("failed", 3, True)
     assert status.budgets is not None
-    assert (status.budgets.restarts_in_vain, status.budgets.furthest_step) == (2, 20)
+    assert (status.budgets.restarts_without_progress, status.budgets.furthest_step) == (2, 20)
     waiting = c.run("rdzvctl", f"--server={c.endpoint}", "wait", JOB)
     assert waiting.returncode == 93
     assert reason in waiting.stdout

@@ -756,7 +756,12 @@ class Judge:
         settings, ended = after.settings, after.ended
         preempted, stores = mine[Cause.NODE_LOST] + mine[Cause.NODE_LEFT], mine[Cause.STORE_HOST]
         spent, step = after.spent, mine["step"] - 1
-        counted = (spent.preemptions, spent.store_failures, spent.in_vain, spent.furthest_step)
+        counted = (
+            spent.preemptions,
+            spent.store_failures,
+            spent.without_progress,
+            spent.furthest_step,
+        )
         if counted != (preempted, stores, mine["in vain"], None if step < 0 else step):
             self.fail(f"charge: {counted} were counted of {mine}")
         in_vain_most = settings.no_progress_restarts - 1 if settings.no_progress_restarts else None
@@ -1141,7 +1146,7 @@ class Judge:
         assert outcome is not None
         self.world.count(f"exit {outcome.exit_code}")
         if part.runner.has_workers:
-            self.fail(f"{part.node_id} exits, and its workers run on")
+            self.fail(f"{part.node_id} exits, and its workers continue")
         if outcome.result is Result.SUCCEEDED and outcome.exit_code != 0:
             self.fail(f"{part.node_id} exits {outcome.exit_code}, and the job has succeeded")
 

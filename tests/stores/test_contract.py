@@ -752,7 +752,9 @@ def test_what_a_job_may_have_is_stored(change: dict[str, Any]) -> None:
 
 
 def test_what_a_run_has_spent_is_kept() -> None:
-    spent = Spent(preemptions=1, store_failures=2, soon=3, in_vain=4, furthest_step=2**64 - 1)
+    spent = Spent(
+        preemptions=1, store_failures=2, soon=3, without_progress=4, furthest_step=2**64 - 1
+    )
     ended = Ended(Result.FAILED, "no progress", 5, no_progress=True)
     full = replace(membership(), spent=spent, ended=ended)
     assert codec.decode(codec.encode(full), "here") == full

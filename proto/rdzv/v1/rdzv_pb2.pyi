@@ -2781,7 +2781,7 @@ class Tally(google.protobuf.message.Message):
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     STORE_FAILURES_FIELD_NUMBER: builtins.int
     SOON_FIELD_NUMBER: builtins.int
-    IN_VAIN_FIELD_NUMBER: builtins.int
+    WITHOUT_PROGRESS_FIELD_NUMBER: builtins.int
     FURTHEST_STEP_FIELD_NUMBER: builtins.int
     RESTART_AGES_MS_FIELD_NUMBER: builtins.int
     preemptions: builtins.int
@@ -2790,7 +2790,7 @@ class Tally(google.protobuf.message.Message):
     """Rounds that ended because their store host failed."""
     soon: builtins.int
     """Consecutive rounds that failed soon, without progress."""
-    in_vain: builtins.int
+    without_progress: builtins.int
     """Consecutive restarts that did not move the job on."""
     furthest_step: builtins.int
     """The highest step that the job had reached when a round ended; unset if no step was reported."""
@@ -2806,12 +2806,12 @@ class Tally(google.protobuf.message.Message):
         preemptions: builtins.int = ...,
         store_failures: builtins.int = ...,
         soon: builtins.int = ...,
-        in_vain: builtins.int = ...,
+        without_progress: builtins.int = ...,
         furthest_step: builtins.int | None = ...,
         restart_ages_ms: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step", "in_vain", b"in_vain", "preemptions", b"preemptions", "restart_ages_ms", b"restart_ages_ms", "soon", b"soon", "store_failures", b"store_failures"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "furthest_step", b"furthest_step", "preemptions", b"preemptions", "restart_ages_ms", b"restart_ages_ms", "soon", b"soon", "store_failures", b"store_failures", "without_progress", b"without_progress"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
 
 global___Tally = Tally
@@ -3329,7 +3329,7 @@ class Budgets(google.protobuf.message.Message):
     MAX_PREEMPTIONS_FIELD_NUMBER: builtins.int
     STORE_FAILURES_FIELD_NUMBER: builtins.int
     MAX_STORE_FAILURES_FIELD_NUMBER: builtins.int
-    RESTARTS_IN_VAIN_FIELD_NUMBER: builtins.int
+    RESTARTS_WITHOUT_PROGRESS_FIELD_NUMBER: builtins.int
     NO_PROGRESS_RESTARTS_FIELD_NUMBER: builtins.int
     FURTHEST_STEP_FIELD_NUMBER: builtins.int
     RESTART_WINDOW_MS_FIELD_NUMBER: builtins.int
@@ -3341,7 +3341,7 @@ class Budgets(google.protobuf.message.Message):
     """Rounds that ended because their store host failed."""
     max_store_failures: builtins.int
     """Unset if unlimited."""
-    restarts_in_vain: builtins.int
+    restarts_without_progress: builtins.int
     """Consecutive restarts that did not move the job on."""
     no_progress_restarts: builtins.int
     """The number of these after which the job fails; 0 means never."""
@@ -3356,13 +3356,13 @@ class Budgets(google.protobuf.message.Message):
         max_preemptions: builtins.int | None = ...,
         store_failures: builtins.int = ...,
         max_store_failures: builtins.int | None = ...,
-        restarts_in_vain: builtins.int = ...,
+        restarts_without_progress: builtins.int = ...,
         no_progress_restarts: builtins.int = ...,
         furthest_step: builtins.int | None = ...,
         restart_window_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_max_preemptions", b"_max_preemptions", "_max_store_failures", b"_max_store_failures", "furthest_step", b"furthest_step", "max_preemptions", b"max_preemptions", "max_store_failures", b"max_store_failures"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_max_preemptions", b"_max_preemptions", "_max_store_failures", b"_max_store_failures", "furthest_step", b"furthest_step", "max_preemptions", b"max_preemptions", "max_store_failures", b"max_store_failures", "no_progress_restarts", b"no_progress_restarts", "preemptions", b"preemptions", "restart_window_ms", b"restart_window_ms", "restarts_in_vain", b"restarts_in_vain", "store_failures", b"store_failures"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_furthest_step", b"_furthest_step", "_max_preemptions", b"_max_preemptions", "_max_store_failures", b"_max_store_failures", "furthest_step", b"furthest_step", "max_preemptions", b"max_preemptions", "max_store_failures", b"max_store_failures", "no_progress_restarts", b"no_progress_restarts", "preemptions", b"preemptions", "restart_window_ms", b"restart_window_ms", "restarts_without_progress", b"restarts_without_progress", "store_failures", b"store_failures"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_furthest_step", b"_furthest_step"]) -> typing.Literal["furthest_step"] | None: ...
     @typing.overload

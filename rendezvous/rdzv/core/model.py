@@ -260,7 +260,7 @@ class Spent:
     """The number of rounds that ended because their store host failed."""
     soon: int = 0
     """The number of consecutive rounds that failed soon and without progress."""
-    in_vain: int = 0
+    without_progress: int = 0
     """The number of consecutive restarts without progress."""
     furthest_step: int | None = None
 

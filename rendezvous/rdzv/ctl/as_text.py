@@ -188,9 +188,9 @@ def budgets(job: JobStatus) -> str:
         parts.append(f"preemptions {_of(has.preemptions, has.max_preemptions)}")
     if has.store_failures or has.max_store_failures is not None:
         parts.append(f"store failures {_of(has.store_failures, has.max_store_failures)}")
-    if has.restarts_in_vain or has.no_progress_restarts:
+    if has.restarts_without_progress or has.no_progress_restarts:
         step = "" if has.furthest_step is None else f", furthest step {has.furthest_step}"
-        vain = _of(has.restarts_in_vain, has.no_progress_restarts or None)
+        vain = _of(has.restarts_without_progress, has.no_progress_restarts or None)
         parts.append(f"restarts without progress {vain}{step}")
     return "; ".join(parts)
 

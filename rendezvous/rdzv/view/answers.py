@@ -157,15 +157,15 @@ class Submission:
 class Budgets:
     """The number of a run's rounds that ended for each cause, and the limits (None for no limit).
 
-    `restarts_in_vain` counts consecutive restarts that led neither beyond `furthest_step` nor to a
-    new snapshot. After `no_progress_restarts` of them the job fails, unless that is 0.
+    `restarts_without_progress` counts consecutive restarts that led neither beyond `furthest_step`
+    nor to a new snapshot. After `no_progress_restarts` of them the job fails, unless that is 0.
     """
 
     preemptions: int
     max_preemptions: int | None
     store_failures: int
     max_store_failures: int | None
-    restarts_in_vain: int
+    restarts_without_progress: int
     no_progress_restarts: int
     furthest_step: int | None
     restart_window_ms: int

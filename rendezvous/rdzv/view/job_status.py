@@ -386,7 +386,7 @@ def _budgets(membership: Membership) -> Budgets:
         settings,
         preemptions=spent.preemptions,
         store_failures=spent.store_failures,
-        restarts_in_vain=spent.in_vain,
+        restarts_without_progress=spent.without_progress,
         furthest_step=spent.furthest_step,
     )
 

@@ -44,7 +44,7 @@ def sentence_of(name: str, fields: Fields) -> str:
 def headline(event: Kept) -> str:
     """Describe the end of a round without its reason; other events as `sentence` does.
 
-    >>> headline(history.RoundEnded(3, history.Cause.NODE_LOST, "n2: lease ran out", True))
+    >>> headline(history.RoundEnded(3, history.Cause.NODE_LOST, "n2: lease expired", True))
     'round 3 ended (node lost)'
     """
     match event:

@@ -82,7 +82,7 @@ SPENT = pb.Budgets(
     store_failures=1,
     max_store_failures=2,
     no_progress_restarts=3,
-    restarts_in_vain=2,
+    restarts_without_progress=2,
     furthest_step=0,
     restart_window_ms=60_000,
 )

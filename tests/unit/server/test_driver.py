@@ -1609,10 +1609,10 @@ def test_the_log_has_a_failure_once_and_none_of_those_that_follow_from_it(
     assert logged(replace(settled, reason="rank 0 on n1: earlier")) == [
         "j: round 0 is charged to worker failure: rank 0 on n1: earlier; restarts spent: 1 of 3"
     ]
-    gone = model.RoundEnd(model.Cause.NODE_LOST, "n1: lease ran out", cause_node_id="n1")
-    assert logged(events.RoundEnded(1, gone), events.NodeLost("n1", "lease ran out")) == [
+    gone = model.RoundEnd(model.Cause.NODE_LOST, "n1: lease expired", cause_node_id="n1")
+    assert logged(events.RoundEnded(1, gone), events.NodeLost("n1", "lease expired")) == [
         "j: round 1 ended (node lost)",
-        "j: n1 was lost: lease ran out",
+        "j: n1 was lost: lease expired",
     ]
     assert logged(events.RoundSettled(1, gone.cause, gone.reason, 1, 3, cause_node_id="n1")) == [
         "j: round 1 is charged to node lost (n1); restarts spent: 1 of 3"

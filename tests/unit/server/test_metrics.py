@@ -201,12 +201,12 @@ async def test_budgets_are_told_beside_what_is_spent_of_them() -> None:
     found = {name: told[f"rdzv_job_{name}{{rdzv_id=job-7}}"] for name in BUDGETS}
     assert found == dict(zip(BUDGETS, (1, 5, 0, 2, 2, 7), strict=True))
     without = {name for name in BUDGETS if f"rdzv_job_{name}{{rdzv_id=free}}" in free}
-    assert without == {"preemptions_spent", "store_failures_spent", "restarts_in_vain"}
+    assert without == {"preemptions_spent", "store_failures_spent", "restarts_without_progress"}
 
 
 BUDGETS = (
     *("preemptions_spent", "max_preemptions", "store_failures_spent", "max_store_failures"),
-    *("restarts_in_vain", "no_progress_restarts"),
+    *("restarts_without_progress", "no_progress_restarts"),
 )
 
 

@@ -349,12 +349,12 @@ def test_budgets_show_what_is_spent_and_how_much_there_is() -> None:
         no_progress_restarts=13,
         restart_window_ms=14,
     )
-    spent = Spent(preemptions=1, store_failures=2, soon=3, in_vain=4, furthest_step=5)
+    spent = Spent(preemptions=1, store_failures=2, soon=3, without_progress=4, furthest_step=5)
     membership = Membership("job-7", "run-1", 1, settings, 0, spent=spent)
     shown = view(State(membership), 0).budgets
     assert (shown.preemptions, shown.max_preemptions) == (1, 11)
     assert (shown.store_failures, shown.max_store_failures) == (2, 12)
-    assert (shown.restarts_in_vain, shown.no_progress_restarts) == (4, 13)
+    assert (shown.restarts_without_progress, shown.no_progress_restarts) == (4, 13)
     assert (shown.furthest_step, shown.restart_window_ms) == (5, 14)
 
 

@@ -82,13 +82,13 @@ def test_a_lost_node_and_the_one_in_its_place() -> None:
     run = run_of(
         (0, FIRST),
         (10_000, RoundEnded(0, Cause.NODE_LOST, "n2: gone", broken=True, cause_node_id="n2")),
-        (10_000, events.NodeLost("n2", "its lease ran out")),
+        (10_000, events.NodeLost("n2", "its lease expired")),
         *stops(10_100, 10_200),
         (10_200, RoundSettled(0, Cause.NODE_LOST, "n2: gone", 0, 3, None)),
         (10_300, replace(FIRST, round=1, participants=places)),
     )
     words, shapes = drawn(run)
-    assert "n2 was lost: its lease ran out; n9 is new; stopped after 0.2 s" in words
+    assert "n2 was lost: its lease expired; n9 is new; stopped after 0.2 s" in words
     assert "n9 is new in round 1" in titles(shapes, fill=NEW)
     assert late_node(run.rounds[0]) is None
 

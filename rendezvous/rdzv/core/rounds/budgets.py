@@ -50,21 +50,21 @@ def spend(membership: Membership, round_: Round, end: RoundEnd, moved: Moved) ->
     spent, failed = membership.spent, end.cause is Cause.WORKER_FAILURE
     further = _is_further(moved.furthest_step, spent.furthest_step)
     has_moved = moved.snapshot_changed or moved.sealed or further
-    soon, in_vain = spent.soon, spent.in_vain
+    soon, without_progress = spent.soon, spent.without_progress
     if has_moved or end.at_ms - round_.at_ms >= SOON_MS:
         soon = 0
     elif failed:
         soon += 1
     if has_moved:
-        in_vain = 0
+        without_progress = 0
     elif failed and membership.restarts:
         # Before the first restart, no restart can have been in vain.
-        in_vain += 1
+        without_progress += 1
     return Spent(
         preemptions=spent.preemptions + _is_preemption(membership.settings, end),
         store_failures=spent.store_failures + (end.cause is Cause.STORE_HOST),
         soon=soon,
-        in_vain=in_vain,
+        without_progress=without_progress,
         furthest_step=moved.furthest_step if further else spent.furthest_step,
     )
 
@@ -86,8 +86,8 @@ def exceeded(
     """Return why this end of a round ends the run, even if restarts are left, or None."""
     why = f"{end.cause}: {end.reason}"
     most, given = settings.no_progress_restarts, settings.max_preemptions
-    if end.cause is Cause.WORKER_FAILURE and most and spent.in_vain >= most:
-        restarts = f"{counted(spent.in_vain, 'restart')} in a row"
+    if end.cause is Cause.WORKER_FAILURE and most and spent.without_progress >= most:
+        restarts = f"{counted(spent.without_progress, 'restart')} in a row"
         step = spent.furthest_step
         beyond = "moved it on" if step is None else f"got it beyond step {step}"
         return Exceeded(

@@ -195,7 +195,7 @@ def spent_known(membership: Membership, tally: Tally | None) -> Spent:
         preemptions=max(known.preemptions, reported.preemptions),
         store_failures=max(known.store_failures, reported.store_failures),
         soon=reported.soon,
-        in_vain=reported.in_vain,
+        without_progress=reported.without_progress,
         furthest_step=max(steps, default=None),
     )
 

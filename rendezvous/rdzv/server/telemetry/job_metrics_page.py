@@ -35,7 +35,7 @@ JOB_METRICS: Mapping[str, str] = {
     "max_preemptions": "Preemptions that the job may have.",
     "store_failures_spent": "Rounds that ended because a store host failed.",
     "max_store_failures": "Failures of store hosts that the job may have.",
-    "restarts_in_vain": "Consecutive restarts without progress.",
+    "restarts_without_progress": "Consecutive restarts without progress.",
     "no_progress_restarts": "Consecutive restarts without progress after which the job fails.",
     "run_age_seconds": "Time since the present run began.",
     "not_running_seconds": "Time since a round was live, with the reason why none is; absent while "
@@ -254,7 +254,7 @@ class JobPage:
             max_preemptions=settings.max_preemptions,
             store_failures_spent=spent.store_failures,
             max_store_failures=settings.max_store_failures,
-            restarts_in_vain=spent.in_vain,
+            restarts_without_progress=spent.without_progress,
             no_progress_restarts=settings.no_progress_restarts or None,
         )
 

@@ -58,7 +58,7 @@ def spent_by(membership: Membership, moved: Moved = UNMOVED) -> Spent:
 
 
 @pytest.mark.parametrize(
-    ("cause", "preemptions", "store_failures", "soon", "in_vain"),
+    ("cause", "preemptions", "store_failures", "soon", "without_progress"),
     [
         (Cause.WORKER_FAILURE, 0, 0, 1, 1),
         (Cause.NODE_LOST, 1, 0, 0, 0),
@@ -70,9 +70,9 @@ def spent_by(membership: Membership, moved: Moved = UNMOVED) -> Spent:
     ],
 )
 def test_each_cause_is_counted_by_itself(
-    cause: Cause, preemptions: int, store_failures: int, soon: int, in_vain: int
+    cause: Cause, preemptions: int, store_failures: int, soon: int, without_progress: int
 ) -> None:
-    assert spent_by(ended(cause)) == Spent(preemptions, store_failures, soon, in_vain)
+    assert spent_by(ended(cause)) == Spent(preemptions, store_failures, soon, without_progress)
 
 
 def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() -> None:
@@ -82,7 +82,7 @@ def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() 
 
 
 @pytest.mark.parametrize(
-    ("after_ms", "moved", "soon", "in_vain", "step"),
+    ("after_ms", "moved", "soon", "without_progress", "step"),
     [
         (0, Moved(), 4, 4, 100),
         (LONG_MS - 1, Moved(), 4, 4, 100),
@@ -97,11 +97,11 @@ def test_who_restarts_workers_itself_is_no_preempted_node_when_it_joins_again() 
     ],
 )
 def test_a_row_of_failures_ends_with_time_or_with_progress(
-    after_ms: int, moved: Moved, soon: int, in_vain: int, step: int
+    after_ms: int, moved: Moved, soon: int, without_progress: int, step: int
 ) -> None:
-    before = Spent(soon=3, in_vain=3, furthest_step=100)
+    before = Spent(soon=3, without_progress=3, furthest_step=100)
     after = spent_by(ended(after_ms=after_ms, spent=before), moved)
-    assert after == Spent(soon=soon, in_vain=in_vain, furthest_step=step)
+    assert after == Spent(soon=soon, without_progress=without_progress, furthest_step=step)
 
 
 def test_the_first_step_that_is_ever_said_is_progress_even_if_it_is_0() -> None:
@@ -109,15 +109,15 @@ def test_the_first_step_that_is_ever_said_is_progress_even_if_it_is_0() -> None:
 
 
 def test_the_first_round_is_no_restart() -> None:
-    assert spent_by(ended(restarts=0)) == Spent(soon=1, in_vain=0)
+    assert spent_by(ended(restarts=0)) == Spent(soon=1, without_progress=0)
 
 
 @pytest.mark.parametrize("cause", [Cause.NODE_LOST, Cause.NODES_JOINED, Cause.STORE_HOST])
 def test_a_round_that_ends_otherwise_neither_ends_a_row_nor_goes_on_with_it(cause: Cause) -> None:
-    after = spent_by(ended(cause, spent=Spent(soon=3, in_vain=2)))
-    assert (after.soon, after.in_vain) == (3, 2)
-    after = spent_by(ended(cause, spent=Spent(soon=3, in_vain=2)), Moved(furthest_step=1))
-    assert (after.soon, after.in_vain) == (0, 0)
+    after = spent_by(ended(cause, spent=Spent(soon=3, without_progress=2)))
+    assert (after.soon, after.without_progress) == (3, 2)
+    after = spent_by(ended(cause, spent=Spent(soon=3, without_progress=2)), Moved(furthest_step=1))
+    assert (after.soon, after.without_progress) == (0, 0)
 
 
 def test_what_nodes_say_adds_up_in_any_order() -> None:
@@ -218,10 +218,15 @@ def test_a_clock_that_was_ahead_does_not_lengthen_the_wait() -> None:
         (Cause.STORE_HOST, {"max_store_failures": 1}, Spent(store_failures=1), None),
         (Cause.STORE_HOST, {"max_store_failures": 1}, Spent(store_failures=2), "store failures"),
         (Cause.NODE_LOST, {"max_store_failures": 1}, Spent(store_failures=2), None),
-        (Cause.WORKER_FAILURE, {}, Spent(in_vain=99), None),
-        (Cause.WORKER_FAILURE, {"no_progress_restarts": 3}, Spent(in_vain=2), None),
-        (Cause.WORKER_FAILURE, {"no_progress_restarts": 3}, Spent(in_vain=3), "no progress: none"),
-        (Cause.NODE_LOST, {"no_progress_restarts": 3}, Spent(in_vain=3), None),
+        (Cause.WORKER_FAILURE, {}, Spent(without_progress=99), None),
+        (Cause.WORKER_FAILURE, {"no_progress_restarts": 3}, Spent(without_progress=2), None),
+        (
+            Cause.WORKER_FAILURE,
+            {"no_progress_restarts": 3},
+            Spent(without_progress=3),
+            "no progress: none",
+        ),
+        (Cause.NODE_LOST, {"no_progress_restarts": 3}, Spent(without_progress=3), None),
         (Cause.WORKER_FAILURE, {"restart_on": ("3",)}, Spent(), "not restarted: how it ended"),
         (Cause.NODE_LOST, {"restart_on": ("3",)}, Spent(), None),
         (Cause.STORE_HOST, {"restart_on": ("3",)}, Spent(), None),
@@ -283,7 +288,7 @@ def test_who_makes_no_progress_is_told_how_far_it_came() -> None:
     settings = replace(SETTINGS, no_progress_restarts=1)
     end = RoundEnd(Cause.WORKER_FAILURE, "rank 3 on n2: exit code 1", 0, broken=True)
     found = [
-        exceeded(settings, end, Spent(in_vain=1, furthest_step=step), None)
+        exceeded(settings, end, Spent(without_progress=1, furthest_step=step), None)
         for step in (None, 0, 120)
     ]
     last = "; the last worker failure: rank 3 on n2: exit code 1"
@@ -328,7 +333,7 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
     ends: list[tuple[str, int, bool, int]],
     preemptions: int | None,
     store_failures: int | None,
-    in_vain: int,
+    without_progress: int,
     backoff: int,
 ) -> None:
     """Every order of ends, compared with a separate count: the job fails exactly when it must."""
@@ -338,7 +343,7 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
         restart_backoff_ms=backoff,
         max_preemptions=preemptions,
         max_store_failures=store_failures,
-        no_progress_restarts=in_vain,
+        no_progress_restarts=without_progress,
     )
     job = Job(settings, strict=False)
     job.join("n1")
@@ -376,7 +381,7 @@ def test_whatever_rounds_end_by_no_budget_is_overdrawn(
         over = (
             (kind == "lose" and preemptions is not None and lost > preemptions)
             or (kind == "store" and store_failures is not None and failed > store_failures)
-            or (kind == "fail" and in_vain > 0 and row >= in_vain)
+            or (kind == "fail" and without_progress > 0 and row >= without_progress)
         )
         assert (job.membership.ended is not None) == over
         assert job.membership.spent.furthest_step == furthest

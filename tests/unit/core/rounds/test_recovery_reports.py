@@ -179,7 +179,7 @@ def test_restarts_spent_stay_spent():
     assert job.membership.ended.result is Result.FAILED
 
 
-SPENT = Spent(preemptions=2, store_failures=1, soon=3, in_vain=2, furthest_step=900)
+SPENT = Spent(preemptions=2, store_failures=1, soon=3, without_progress=2, furthest_step=900)
 
 
 def remembered(tally: Tally | None, restarts: int = 0, **settings: Any) -> Job:
