@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdzv import bounds
-from rdzv.core.commands import Leave
+from rdzv.core.commands import Leave, Restart
 from rdzv.core.model import Assignment, LeaveCause
 from rdzv.errors import InvalidRequestError
 from rdzv.messages import Joined, StartedWorker, WorkersStarted
@@ -15,7 +15,7 @@ from rdzv.stores.memory import MemoryStore
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from rdzv.view.answers import event_in
-from tests.support.driven import FakeClock, Server, read, running, server
+from tests.support.driven import FakeClock, Server, join, read, running, server, settle
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +69,17 @@ async def test_waiting_nodes_hear_of_the_script_once_all_nodes_have_said_the_sam
         assert heard() == [], "there is no news"
         await s.join(n3)
         assert heard() == [("abc", 0)]
+        # An operator asks for new processes: what n3 has started by then is too old.
+        state = s.driver.jobs.peek("job-7")
+        assert state is not None
+        run = state.membership.run
+        await s.driver.operations.obey("job-7", Restart(run, 0, "new code"))
+        for stream in (n1, n2):
+            await s.hear(stream, replace(join(stream, (2, 2)), run=run, left_round=0))
+        await settle()
+        read(n3)
+        await s.join(n3)
+        assert heard() == [("", 1)]
 
 
 async def test_nodes_with_different_scripts_give_nobody_a_standby() -> None:
