@@ -33,7 +33,7 @@ from rdzv.demo.programs import descendants, environ_of
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
-FORMER = "47aacb5895ad30115844a95aec563bd70df781eb"
+FORMER = "34801fd928496b659557aaeab356becaaf89255c"
 """A commit that stands for the previous release, since none is published; agents and runners of
 before it are not adopted.
 """
