@@ -145,7 +145,7 @@ def test_a_worker_that_fails_while_no_agent_is_there_is_reported_and_restarted(d
     os.kill(pids["n1"], signal.SIGKILL)
     d.until("it is dead", lambda: not alive(pids["n1"]))
     again = d.come_back("n1")
-    d.until("it is told", lambda: f"(pid {pids['n1']}) failed: " in again.text)
+    d.until("it is told", lambda: f"SIGKILL (pid {pids['n1']})" in again.text)
     d.until("there is another round", lambda: d.status("job").round == 1)
     assert len(d.reports("job", 4)) == 4
     status = d.until_state("job", "running")

@@ -100,7 +100,11 @@ def test_when_the_budget_is_spent_every_node_fails_with_the_same_root_cause(c: C
     assert exit_codes(nodes) == [1, 1]
     for node in nodes:
         assert "rank 1 (local_rank 0) on n2" in node.text
-        assert "ValueError: boom, said rank 1" in node.text
+        before, _, summary = node.text.partition("Root cause, ")
+        said = [line for line in before.splitlines() if " rdzvrun[" in line]
+        assert sum("ValueError: boom" in line for line in said) == 1, "once, when it happened"
+        assert "the job has failed: worker failure: RANK 1 on n2; restarts" in said[-1]
+        assert "ValueError: boom, said rank 1" in summary
         assert "raise ValueError" in node.text
     status = c.status()
     assert (status.state, status.restarts, status.max_restarts) == ("failed", 0, 0)
@@ -157,6 +161,7 @@ def test_a_spare_takes_the_seat_of_a_lost_node_and_ends_with_the_job(c: Cluster)
     c.wait_until("n3 says so", lambda: "spare: all 2 seats are taken" in spare.text)
     nodes[0].kill_tree()
     second = c.wait_for_round(1, workers=2)
+    assert spare.text.count("all 2 seats are taken") == 1
     seated = {n.node_id: n.group_rank for n in c.status().nodes if n.state == "seated"}
     assert seated == {"n3": 0, "n2": 1}
     assert ranks(second) == ranks(first)
@@ -210,7 +215,7 @@ def test_a_worker_that_fails_while_the_server_is_away_is_charged_when_it_is_back
     first = c.wait_for_round(0, workers=3)
     c.kill_server()
     os.kill(first[1]["pid"], signal.SIGKILL)
-    c.wait_until("n2 has noticed", lambda: "failed: signal 9" in nodes[1].text)
+    c.wait_until("n2 has noticed", lambda: "on n2: signal 9" in nodes[1].text)
     c.start_server()
     second = c.wait_for_round(1, workers=3)
     assert {r["TORCHELASTIC_RESTART_COUNT"] for r in second} == {"1"}

@@ -195,3 +195,8 @@ def describe_failure(failure: Failure) -> str:
         how = "" if failure.message else ": how it ended is not known"
     text = f"rank {failure.rank} (local_rank {failure.local_rank}) on {failure.node_id}{how}"
     return f"{text}: {failure.message}" if failure.message else text
+
+
+def referring(text: str, failure: Failure) -> str:
+    """Only name the worker where a text describes this failure, which is told elsewhere."""
+    return text.replace(describe_failure(failure), f"RANK {failure.rank} on {failure.node_id}")

@@ -24,8 +24,8 @@ from rdzv.agent.runner.requests import ZygoteSpec
 from rdzv.agent.runner_link import agent_children
 from rdzv.agent.system.side_thread import in_thread
 from rdzv.agent.workers.worker_group import LocalWorkerGroup
-from rdzv.core.model import Settings, Snapshot, SnapshotMark, Tally
-from rdzv.messages import Joined, SnapshotsHeld, TakeStacks, Withdrawn
+from rdzv.core.model import Cause, Failure, RoundEnd, Settings, Snapshot, SnapshotMark, Tally
+from rdzv.messages import Joined, RoundOver, SnapshotsHeld, TakeStacks, Withdrawn
 from rdzv.structs import replace
 from rdzv.v1 import rdzv_pb2 as pb
 from tests.support.agent_jobs import (
@@ -639,3 +639,29 @@ def test_the_first_signal_says_what_it_waits_for_and_the_second_that_it_kills(
 ) -> None:
     log_event(events.Signalled(2, name), state, joined=True)
     assert caplog.messages == [f"job-7: received {name}; {follows}"]
+
+
+def test_the_error_of_a_worker_is_logged_once_before_the_summary(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def lines(reason: str, *failures: Failure) -> list[str]:
+        caplog.clear()
+        stops = replace(RUNS, phase=Phase.STOPPING, failures=failures)
+        end = RoundEnd(Cause.WORKER_FAILURE, reason)
+        log_event(RoundOver("job-7", "r1", 0, end), stops, joined=True)
+        return caplog.messages
+
+    boom = events.WorkerExited(0, 1, 77, 3, None, 0, message="ValueError: boom")
+    log_event(boom, RUNS, joined=True)
+    reason = "rank 1 (local_rank 1) on n1: exit code 3: ValueError: boom"
+    assert caplog.messages == [f"job-7: worker failed: {reason}"]
+    failed = events.ended_worker(boom, LINE, 0)
+    ended = "job-7: round 0 ended (worker failure)"
+    assert lines(reason, failed) == [f"{ended}: RANK 1 on n1"]
+    # These were not logged yet: the failure of another node, a later one, and a suspect.
+    other = reason.replace("n1", "n2")
+    assert lines(other, failed) == [f"{ended}: {other}"]
+    assert lines(reason, replace(failed, local_rank=0, rank=0), failed) == [f"{ended}: {reason}"]
+    suspected = "rank 1 (local_rank 1) on n1: a collective failed: ValueError: boom"
+    suspect = replace(failed, suspect=True, exit_code=None)
+    assert lines(suspected, suspect) == [f"{ended}: {suspected}"]

@@ -31,6 +31,7 @@ from rdzv.core.model import (
     RoundEnd,
     Settings,
 )
+from rdzv.core.root_cause import describe_failure
 from rdzv.messages import Closed, Joined, RoundOver
 
 LINE = Assignment("job-7", "r", 3, 1, 2, 4, 8, 2, 6, "a", 1, True, 0, 1)
@@ -406,6 +407,16 @@ Ended by this node's agent (3 workers of 4):
   local_rank 1, 2: SIGTERM
   local_rank 3: SIGTERM, and SIGKILL 5.0 s later"""
     )
+
+
+def test_the_error_is_left_to_the_root_cause() -> None:
+    first = failure(5, "n2", "ValueError: no such column")
+    text = f"the job has failed: worker failure: {describe_failure(first)}; restarts spent: 1 of 1"
+    told = summary("job-7", NodeOutcome(1, text, (first, failure(0, "n1", LOST))))
+    assert told.splitlines()[0] == (
+        "job-7: the job has failed: worker failure: RANK 5 on n2; restarts spent: 1 of 1"
+    )
+    assert told.count("ValueError: no such column") == 1
 
 
 def test_a_worker_may_answer_the_signal_in_its_own_way() -> None:

@@ -13,6 +13,7 @@ from rdzv.core.root_cause import (
     is_connection_error,
     keep_earliest,
     names_of_end,
+    referring,
     root_cause,
     why_not_restarted,
 )
@@ -185,6 +186,13 @@ def test_a_failure_is_described_in_one_line() -> None:
         "rank 0 (local_rank 0) on n1: exit code 1: boom"
     )
     assert describe_failure(failure("n1", 0, signal=9)).endswith("on n1: signal 9")
+
+
+def test_a_text_may_name_the_worker_of_a_failure_without_its_error() -> None:
+    boom, other = failure("n1", 0, "boom"), failure("n2", 0, "boom")
+    text = f"worker failure: {describe_failure(boom)}; restarts spent: 1 of 1"
+    assert referring(text, boom) == "worker failure: RANK 0 on n1; restarts spent: 1 of 1"
+    assert referring(text, other) == text
 
 
 def test_a_suspect_is_no_fault_of_its_node() -> None:

@@ -11,11 +11,12 @@ from typing import ParamSpec
 from rdzv.agent.core import Decision, events, step
 from rdzv.agent.core.model import AgentState, Phase
 from rdzv.agent.core.stopping import joins_anew
-from rdzv.agent.system.error_files import describe_exit
 from rdzv.core.model import MAX_RESTART_AGES, Assignment
+from rdzv.core.root_cause import describe_failure, referring
 from rdzv.core.words import counted, duration
 from rdzv.messages import Closed, Joined, RoundOver, Withdrawn
 from rdzv.runtime.clock import monotonic_ms
+from rdzv.structs import replace
 
 log = logging.getLogger("rdzv.agent")
 
@@ -84,36 +85,34 @@ class Decisions:
 
 def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
     """Log one line about an event if it matters to a user. `state` is the state before it."""
-    rdzv_id = state.job.rdzv_id
+    rdzv_id, node_id = state.job.rdzv_id, state.job.node_id
     match event:
         case Joined() if not joined or event.run != state.run:
             log.info("joined %s (run %s)", rdzv_id, event.run)
         case Assignment() if event != state.assignment:
             _log_round(event, state)
         case RoundOver():
+            reason = event.end.reason
+            if state.failures and not state.failures[0].suspect:  # Its own line has the error.
+                reason = referring(reason, replace(state.failures[0], node_id=node_id))
             text = "%s: round %d ended (%s): %s"
-            log.warning(text, rdzv_id, event.round, event.end.cause, event.end.reason)
+            log.warning(text, rdzv_id, event.round, event.end.cause, reason)
         case Closed() if event.run == state.run and joins_anew(state, event.ended):
             how = "joining anew" if state.workers_gone else "stopping the workers and joining again"
             log.warning("%s: %s: %s", rdzv_id, how, event.ended.reason)
-        case events.WorkerExited() if event.exit_code != 0:
-            if state.phase is Phase.RUNNING:
-                how = describe_exit(event.exit_code, event.signal)
-                text = "%s: worker local_rank %d (pid %d) failed: %s: %s"
-                worker = (event.local_rank, event.pid)
-                log.warning(text, rdzv_id, *worker, how, event.message)
+        case events.WorkerExited() if event.exit_code != 0 and state.phase is Phase.RUNNING:
+            failure = replace(events.ended_worker(event, state.assignment, 0), node_id=node_id)
+            log.warning("%s: worker failed: %s", rdzv_id, describe_failure(failure))
         case events.WorkersStuck():
             pids = ", ".join(str(pid) for pid in event.pids)
             log.error("%s: processes have survived SIGKILL: pid %s", rdzv_id, pids)
         case events.Fenced():
-            log.error(
+            text = (
                 "%s: fenced: the server was unreachable for %g s (--fence-after); killing the "
                 "workers of round %d before others can replace them; this node will rejoin "
-                "once the server responds",
-                rdzv_id,
-                state.job.fence_after_ms / 1000,
-                event.round,
+                "once the server responds"
             )
+            log.error(text, rdzv_id, state.job.fence_after_ms / 1000, event.round)
         case events.StoreHostExited() if _serves(state, event.round):
             text = "%s: the store host of round %d exited: %s"
             log.warning(text, rdzv_id, event.round, event.reason)
@@ -123,9 +122,8 @@ def log_event(event: events.Event, state: AgentState, *, joined: bool) -> None:
             text = "%s: leaving the job because this node is unhealthy: %s"
             log.warning(text, rdzv_id, event.reason)
         case Withdrawn():
-            log.warning(
-                "%s: the server withdrew this job from this node: %s", rdzv_id, event.reason
-            )
+            text = "%s: the server withdrew this job from this node: %s"
+            log.warning(text, rdzv_id, event.reason)
         case events.NoticeGiven() if state.notice is None:
             _log_notice(event, state)
         case events.NoticeLifted() if state.notice is not None:
@@ -152,12 +150,8 @@ def _log_notice(event: events.NoticeGiven, state: AgentState) -> None:
     if state.workers_gone:
         log.warning("%s: leaving the job: %s", state.job.rdzv_id, event.reason)
         return
-    log.warning(
-        "%s: notified the workers that this node is leaving; they have %s to exit: %s",
-        state.job.rdzv_id,
-        duration(event.left_ms),
-        event.reason,
-    )
+    text = "%s: notified the workers that this node is leaving; they have %s to exit: %s"
+    log.warning(text, state.job.rdzv_id, duration(event.left_ms), event.reason)
 
 
 def _serves(state: AgentState, round_: int) -> bool:

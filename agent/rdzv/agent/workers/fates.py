@@ -22,7 +22,7 @@ from rdzv.agent.core.model import (
 )
 from rdzv.agent.system.error_files import describe_exit, signal_name
 from rdzv.core.model import Assignment, Failure
-from rdzv.core.root_cause import is_connection_error
+from rdzv.core.root_cause import is_connection_error, referring
 from rdzv.core.words import counted, duration
 from rdzv.launch_options.kinds import root_cause_exit
 from rdzv.structs import field_names, struct
@@ -188,7 +188,8 @@ def summary(rdzv_id: str, outcome: NodeOutcome) -> str:
     lines = [f"{rdzv_id}: {outcome.text}"]
     if outcome.failures:
         first, *others = outcome.failures
-        lines += ["Root cause, the first failure of the last round:", *_indented(_in_full(first))]
+        lines = [referring(lines[0], first), "Root cause, the first failure of the last round:"]
+        lines += _indented(_in_full(first))
         if is_connection_error(first):
             lines.append("It is itself a broken connection: look at its other end.")
         followed = [failure for failure in others if is_connection_error(failure)]
@@ -246,10 +247,7 @@ def _stopped(workers: Sequence[WorkerFate]) -> list[str]:
         return []
     ended = counted(sum(map(len, by_end.values())), "worker")
     ends = (f"local_rank {ranges(ranks)}: {end}" for end, ranks in by_end.items())
-    return [
-        f"Ended by this node's agent ({ended} of {len(workers)}):",
-        *_indented(ends),
-    ]
+    return [f"Ended by this node's agent ({ended} of {len(workers)}):", *_indented(ends)]
 
 
 def _end(fate: WorkerFate, stop: StopOrder) -> str:
