@@ -651,7 +651,7 @@ def test_the_error_of_a_worker_is_logged_once_before_the_summary(
         log_event(RoundOver("job-7", "r1", 0, end), stops, joined=True)
         return caplog.messages
 
-    boom = events.WorkerExited(0, 1, 77, 3, None, 0, message="ValueError: boom")
+    boom = events.WorkerExited(0, 1, 77, 3, None, 0, message="ValueError:\nboom")
     log_event(boom, RUNS, joined=True)
     reason = "rank 1 (local_rank 1) on n1: exit code 3: ValueError: boom"
     assert caplog.messages == [f"job-7: worker failed: {reason}"]

@@ -6,6 +6,7 @@ Those of the runner have the fields of its frames. The agent adds what only it c
 from __future__ import annotations
 
 from rdzv import messages
+from rdzv.bounds import sentence
 from rdzv.core.model import (
     UNMOVED,
     Assignment,
@@ -80,7 +81,7 @@ def ended_worker(
         pid=event.pid,
         exit_code=exited.exit_code if exited else None,
         signal=exited.signal if exited else None,
-        message=event.message,
+        message=sentence(event.message),  # As the server keeps it.
         traceback=event.traceback,
         at_ms=now_ms - event.age_ms,
         suspect=exited is None,
