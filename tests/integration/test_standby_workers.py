@@ -6,6 +6,7 @@ The worker is `tests/support/linked_worker.py`, as in `test_kept_processes`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,6 +218,37 @@ def test_those_that_an_agent_was_starting_end_if_the_script_is_another_by_then(d
     reports = c.wait_for_round(1, workers=2)
     assert not alive(first)
     assert first not in pids(reports)
+
+
+def test_an_agent_that_is_replaced_while_outdated_ones_end_has_its_round_all_the_same(
+    d: Nodes,
+) -> None:
+    c, file = d.cluster, d.cluster.folder / "unready"
+    file.touch()
+    d.agents["n1"] = d.start("n1")
+    size = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=0")
+    times = ("--shutdown-timeout=0.1", "--rdzv-conf=failure_stop_timeout=6")
+    d.submit("job", *size, *times, WORKER, "elastic", "stays", f"slow:{file}")
+    c.wait_for_round(0, workers=1)
+    d.agents["n2"] = d.start("n2")
+    wait_for(c, StandbyState.STARTING)
+    (first,) = c.wait_until("it runs", d.agents["n2"].workers)
+    c.wait_until("it ignores SIGTERM", lambda: ignores_sigterm(first))
+    asked = c.run("rdzvctl", f"--server={c.endpoint}", "restart", JOB)
+    assert asked.returncode == 0, asked
+    c.wait_until("n2 is seated", lambda: "job: round 1: GROUP_RANK" in d.agents["n2"].text)
+    d.kill("n2")
+    assert alive(first)
+    d.come_back("n2")
+    reports = c.wait_for_round(1, workers=2)
+    assert not alive(first)
+    assert first not in pids(reports)
+    assert (c.status().restarts, len(c.status().nodes)) == (0, 2)
+
+
+def ignores_sigterm(pid: int) -> bool:
+    (line,) = re.findall(r"^SigIgn:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(line, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drain", "success"])

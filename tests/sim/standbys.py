@@ -40,6 +40,8 @@ class Standbys:
         self._why = ""
         """Why they are being ended, if they are."""
         self._waits: Assignment | None = None
+        self._later_round: Assignment | None = None
+        """The round that the runner starts once it has ended those that are starting."""
 
     # -------------------------------------------------------------- the agent
 
@@ -66,17 +68,23 @@ class Standbys:
         if part.script != script:
             # Another agent may have started some.
             self._runner.parking.parked = {}
-            self._stop("the job runs another version of it")
+            self._end()
+            self._settle(Standby(why="the job runs another version of it"))
             return
         self._later(START_WITHIN_S * 1_000, partial(self._stop, "they have not reached it"))
         self._start(script)
 
     def cancel(self) -> None:
-        """Do not start any that the runner was not asked for yet."""
-        self._pending = self._pending and self._asked
+        """Start none, or wait no longer for some that the runner ends."""
+        if self._pending:
+            self._pending = False
+            self._go_on()
 
     def _stop(self, why: str) -> None:
         self._why = self._why or why
+        self._end()
+
+    def _end(self) -> None:
         if self.starting:
             grace_ms = self._runner.part.job.failure_stop_timeout_ms
             pids = {one.pid for one in self.starting.values()}
@@ -138,28 +146,37 @@ class Standbys:
             self._go_on()
 
     def _go_on(self) -> None:
-        line, self._waits = self._waits, None
+        """Request a round's workers, which are started once no standby is starting."""
+        self._later_round, self._waits = self._waits, None
+        if self._later_round is not None and self.starting:
+            self._runner.started = (self._later_round.run, self._later_round.round)
+            self._end()
+        else:
+            self._begin_later()
+
+    def _begin_later(self) -> None:
+        if (agent := self._runner.part.agent).frozen:
+            agent.awake(self._begin_later)
+            return
+        line, self._later_round = self._later_round, None
         if line is not None:
             self._runner.start(line)
 
     def _hurry(self) -> None:
-        if self._asked:
-            self._stop("its node got a seat before they were ready")
-        else:
-            self._settle(Standby())
+        self._settle(Standby(why="its node got a seat before they were ready"))
 
     def cancel_start(self) -> None:
         """Let no round wait any more: it is over. Standbys are not used for another one."""
-        state = self._runner.part.state.standby.state
-        if self._waits is not None and state is StandbyState.READY:
+        state, waits = self._runner.part.state.standby.state, self._waits or self._later_round
+        self._waits = self._later_round = None
+        if waits is not None and state is StandbyState.READY:
             self._runner.parking.parked = {}
             self._runner.tell(events.KeptGone())
-        elif self._waits is not None:
+        elif waits is not None:
             # Those that are being ended: with the runner, if the node exits now.
             self._runner.parking.end_at_once()
             if state is StandbyState.COLD:
                 self.killed()
-        self._waits = None
 
     # -------------------------------------------------------------- the runner
 
@@ -204,10 +221,12 @@ class Standbys:
             self.starting = {}
             self._say_gone()
             self._runner.world.buried(self._runner.part.agent)
+            self._begin_later()
 
     def vanish(self) -> None:
         """No process is left, nor, if the runner has died, anybody to ask for one."""
-        self.starting, self._pending, self._waits = {}, False, None
+        self.starting, self._pending = {}, False
+        self._waits = self._later_round = None
 
     def _say_gone(self) -> None:
         parked = self._runner.parking.parked

@@ -26,17 +26,21 @@ from rdzv.agent.runner.agent_link import AgentLink
 from rdzv.agent.runner.channel import Channel
 from rdzv.agent.runner.child_exits import SHM_MANAGER, SHM_MANAGER_S, Child, Children
 from rdzv.agent.runner.descriptors import short_path
+from rdzv.agent.runner.frames import RequestError
 from rdzv.agent.runner.killing import HELPERS_S, QUIET_S, STUCK_AFTER_S, HelpersTime
 from rdzv.agent.runner.processes import signal_relative
 from rdzv.agent.runner.requests import (
     MAX_SHARDS,
+    STANDBY,
     KeepSpec,
+    NotifyWorkers,
     RenewFence,
     Serve,
     Snapshot,
     StartStoreHost,
     StartWorkers,
     StateMark,
+    StopWorkers,
     WorkerSpec,
     ZygoteSpec,
 )
@@ -104,6 +108,53 @@ def test_snapshots_hear_from_which_step_kept_workers_continue(
     keep = KeepSpec((), source, resume_step)
     runner.workers.start(StartWorkers(3, (WorkerSpec(0, ("true",), {}),), keep))
     assert told == [resume_step]
+
+
+@pytest.fixture
+def waits(runner: FakeRunner) -> FakeRunner:
+    """Return a runner whose standbys are starting, and end for round 3 within five seconds."""
+    runner.workers.round = Round(runner, STANDBY, 1, has_links=True)
+    keep = KeepSpec((), None, None, grace_s=5.0)
+    runner.workers.start(StartWorkers(3, (WorkerSpec(0, ("true",), {}),), keep))
+    assert runner.children.begun == [] and runner.events == []
+    assert 4.0 < runner.workers.round.kill_at - time.monotonic() <= 5.0
+    assert runner.hello()["last_round"] == 3
+    return runner
+
+
+def test_a_round_begins_once_standbys_that_are_too_late_have_ended(waits: FakeRunner) -> None:
+    waits.workers.notify(NotifyWorkers(3, signal.SIGUSR1))
+    waits.workers.end_round()
+    assert waits.events[0] == ("gone", {"round": STANDBY})
+    assert waits.children.begun == ["round 3: the worker of local_rank 0"]
+    assert waits.workers.round.notified_by == signal.SIGUSR1
+    # It waits for nothing any more.
+    waits.workers.stop(StopWorkers(3, 0))
+    waits.workers.end_round()
+    assert waits.kinds[-1] == "gone"
+    waits.workers.start(StartWorkers(4, (WorkerSpec(0, ("true",), {}),)))
+    assert waits.children.begun[1:] == ["round 4: the worker of local_rank 0"]
+
+
+def test_a_round_that_is_stopped_before_standbys_have_ended_never_begins(waits: FakeRunner) -> None:
+    with pytest.raises(RequestError, match="round 4 cannot start: 3 is not gone"):
+        waits.workers.start(StartWorkers(4, ()))
+    waits.workers.stop(StopWorkers(2, 0))
+    waits.workers.stop(StopWorkers(3, 0))
+    assert waits.events == [("gone", {"round": 2}), ("gone", {"round": 3})]
+    waits.workers.start(StartWorkers(4, (WorkerSpec(0, ("true",), {}),)))
+    waits.workers.end_round()
+    assert waits.children.begun == ["round 4: the worker of local_rank 0"]
+
+
+@pytest.mark.parametrize("part", ["agent.gave_up", "loop.shutting_down"])
+def test_a_runner_that_ends_begins_no_round_after_its_standbys(
+    waits: FakeRunner, part: str
+) -> None:
+    of, name = part.split(".")
+    setattr(getattr(waits, of), name, True)
+    waits.workers.end_round()
+    assert waits.children.begun == [] and waits.workers.round is None
 
 
 def lost(runner: FakeRunner) -> tuple[str, float | None]:

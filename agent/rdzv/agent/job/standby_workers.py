@@ -39,8 +39,6 @@ class StandbyWorkers:
     def __init__(self, job: JobDriver) -> None:
         self._job = job
         self._task: asyncio.Task[None] | None = None
-        self._asked = False
-        """Whether the runner was asked to start them."""
         self._over = asyncio.Event()
         self._kept: tuple[KeptWorker, ...] = ()
         self._outputs: tuple[WorkerOutput, ...] = ()
@@ -53,19 +51,17 @@ class StandbyWorkers:
 
     def begin(self, script: str) -> None:
         """Start them, unless this node has another script, or take over those of another agent."""
-        if self._task is not None:
-            self._task.cancel()  # It waits for the end of some that a round was too early for.
+        self.cancel()
         self._over, self._kept, self._outputs, self._why = asyncio.Event(), (), (), None
-        self._asked = False
         self._task = self._job.tasks.start(self._run(script), f"standbys of {self._job.rdzv_id}")
 
     def cancel(self) -> None:
-        """Do not start any that the runner was not asked for yet."""
-        if self._task is not None and not self._asked:
+        """Start none, or wait no longer for some that the runner ends."""
+        if self._task is not None:
             self._task.cancel()
 
     async def settled(self) -> None:
-        """Wait until none is starting. In a round, those that take too long are ended."""
+        """Wait until none is starting. The runner ends those that a round does not wait for."""
         if self._task is None or self._task.done():
             return
         starts = self._job.decisions.state.standby.state is StandbyState.STARTING
@@ -75,11 +71,8 @@ class StandbyWorkers:
         await asyncio.wait([self._task], timeout=SEATED_WITHIN_S if starts else 0.0)
         if not self._task.done():
             self.cancel()
-            if self._asked:
-                self._stop("its node got a seat before they were ready")
-            await asyncio.wait([self._task])
-        if self._task.cancelled():
-            self._settle(Standby())
+            self._why = self._why or "its node got a seat before they were ready"
+            self._note_cold(self._why)
 
     # ------------------------------------------------------------------ the task
 
@@ -94,13 +87,10 @@ class StandbyWorkers:
             self._outputs, workers = await job.workers.open_standby(run, script)
         except (InvalidRequestError, OSError) as error:
             # Another agent may have started some, with the script as it was then.
-            self._asked = True
             job.runner.ask(EndKept(job.launch.job.failure_stop_timeout_ms))
-            self._stop(str(error))
-            await self._over.wait()
             self._note_cold(str(error))
             return
-        self._asked, self._memory_kills = True, count_memory_kills()
+        self._memory_kills = count_memory_kills()
         began_s = time.monotonic()
         job.runner.start_workers(STANDBY, workers, KeepSpec((), None, None))
         try:

@@ -11,7 +11,8 @@ when each worker is gone or parked. Parked workers remain, with their descendant
 next round (parked_workers.py).
 
 The workers of the round `STANDBY` were started before their node has a seat, so they have no ranks.
-They park by themselves before their first round, and the round ends once all of them have.
+They park by themselves before their first round, and the round ends once all of them have. If
+another round is to start before, they are ended first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .worker import LINK_VARIABLE, Worker
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from .child_exits import Child
     from .requests import EndKept, KeepSpec, NotifyWorkers, StartWorkers, StopWorkers, WorkerSpec
@@ -185,6 +186,8 @@ class Workers:
         self.round: Round | None = None
         self.last_round: int | None = None
         """The round whose workers were last ordered to start."""
+        self._later: list[Callable[[], None]] = []
+        """The requests for that round while it waits for the end of `STANDBY`."""
 
     # ------------------------------------------------------------------ starting
 
@@ -193,12 +196,17 @@ class Workers:
         if is_standby and self.round is None and self.parked.waiting():
             self._emit_gone(STANDBY)  # Another agent has started them.
             return
+        keep, size = request.keep, len(request.workers)
         if self.round is not None:
             if is_standby and self.round.number == STANDBY:
                 return
-            number = self.round.number
-            raise RequestError(f"round {request.round} cannot start: {number} is not gone")
-        keep, size = request.keep, len(request.workers)
+            number = self.last_round if self._later else self.round.number
+            if number != STANDBY:
+                raise RequestError(f"round {request.round} cannot start: {number} is not gone")
+            self.last_round = request.round
+            self._later.append(partial(self.start, request))
+            self.begin_stop(self.round, signal.SIGTERM, 0.0 if keep is None else keep.grace_s)
+            return
         self.round = started = Round(self._runner, request.round, size, has_links=keep is not None)
         if not is_standby:
             self.last_round = request.round
@@ -350,6 +358,8 @@ class Workers:
         """
         number, stopping = request.round, self.round
         if stopping is None or number < stopping.number or number > stopping.number == STANDBY:
+            if number == self.last_round:
+                self._later.clear()
             self._emit_gone(number)
             return
         if number > stopping.number:
@@ -392,6 +402,9 @@ class Workers:
         A stop with the same signal does not send it again.
         """
         signum, round_ = request.signum, self.round
+        if self._later and request.round == self.last_round:
+            self._later.append(partial(self.notify, request))
+            return
         if round_ is None or request.round != round_.number or signum in round_.signals_sent:
             return
         round_.signals_sent.add(signum)
@@ -430,6 +443,10 @@ class Workers:
         self._emit_gone(ended.number)
         if ended.number == STANDBY:
             self.parked.do_due(time.monotonic())
+        later, self._later = self._later, []
+        if not (self._runner.loop.shutting_down or self._runner.agent.gave_up):
+            for request in later:
+                request()
 
     def _emit_gone(self, number: int) -> None:
         of_standby = number == STANDBY
