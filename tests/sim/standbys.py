@@ -37,8 +37,6 @@ class Standbys:
         """Whether the agent has not heard what has become of them."""
         self._asked = False
         """Whether the runner was asked to start them."""
-        self._why = ""
-        """Why they are being ended, if they are."""
         self._waits: Assignment | None = None
         self._later_round: Assignment | None = None
         """The round that the runner starts once it has ended those that are starting."""
@@ -48,7 +46,7 @@ class Standbys:
     def begin(self, script: str) -> None:
         """Start them, or take over those of another agent."""
         self._attempts += 1
-        self._pending, self._asked, self._why = True, False, ""
+        self._pending, self._asked = True, False
         self._later(self._runner.world.random.choice((0, 5, 300)), partial(self._ask, script))
 
     def _later(self, in_ms: float, do: Callable[[], None]) -> None:
@@ -68,10 +66,9 @@ class Standbys:
         if part.script != script:
             # Another agent may have started some.
             self._runner.parking.parked = {}
-            self._end()
-            self._settle(Standby(why="the job runs another version of it"))
+            self._give_up("the job runs another version of it")
             return
-        self._later(START_WITHIN_S * 1_000, partial(self._stop, "they have not reached it"))
+        self._later(START_WITHIN_S * 1_000, partial(self._give_up, "they have not reached it"))
         self._start(script)
 
     def cancel(self) -> None:
@@ -80,9 +77,9 @@ class Standbys:
             self._pending = False
             self._go_on()
 
-    def _stop(self, why: str) -> None:
-        self._why = self._why or why
+    def _give_up(self, why: str) -> None:
         self._end()
+        self._settle(Standby(why=why))
 
     def _end(self) -> None:
         if self.starting:
@@ -104,13 +101,13 @@ class Standbys:
         if not (self._pending and self._asked):
             return
         match event:
-            case events.WorkerExited() if not self._why:
-                self._stop("one has ended before it has parked")
+            case events.WorkerExited():
+                self._give_up("one has ended before it has parked")
             case events.WorkersGone() if event.kept:
                 self._settle(Standby(StandbyState.READY), event.kept)
                 self._measure_later(event.kept)
             case events.WorkersGone():
-                self._settle(Standby(why=self._why))
+                self._settle(Standby())
 
     def _measure_later(self, kept: tuple[KeptWorker, ...]) -> None:
         part, attempt = self._runner.part, self._attempts
@@ -163,7 +160,7 @@ class Standbys:
             self._runner.start(line)
 
     def _hurry(self) -> None:
-        self._settle(Standby(why="its node got a seat before they were ready"))
+        self._give_up("its node got a seat before they were ready")
 
     def cancel_start(self) -> None:
         """Let no round wait any more: it is over. Standbys are not used for another one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rdzv.agent.core import events
 from rdzv.agent.exit_causes import ExitedWorker, count_memory_kills, explain_exit
 from rdzv.agent.output.run_files import WorkerOutput
-from rdzv.agent.runner.requests import STANDBY, EndKept, KeepSpec, StopWorkers
+from rdzv.agent.runner.requests import STANDBY, EndKept, KeepSpec
 from rdzv.agent.system.error_files import describe_exit
 from rdzv.agent.system.side_thread import in_time
 from rdzv.core.model import KeptWorker, Standby, StandbyState
@@ -42,8 +42,6 @@ class StandbyWorkers:
         self._over = asyncio.Event()
         self._kept: tuple[KeptWorker, ...] = ()
         self._outputs: tuple[WorkerOutput, ...] = ()
-        self._why: str | None = None
-        """Why they are being ended, if they are."""
         self._memory_kills = count_memory_kills()
         self.zygote_settled = asyncio.Event()
         """Set unless a zygote is importing, of which standbys can be forked soon."""
@@ -52,7 +50,7 @@ class StandbyWorkers:
     def begin(self, script: str) -> None:
         """Start them, unless this node has another script, or take over those of another agent."""
         self.cancel()
-        self._over, self._kept, self._outputs, self._why = asyncio.Event(), (), (), None
+        self._over, self._kept, self._outputs = asyncio.Event(), (), ()
         self._task = self._job.tasks.start(self._run(script), f"standbys of {self._job.rdzv_id}")
 
     def cancel(self) -> None:
@@ -69,10 +67,7 @@ class StandbyWorkers:
             text = "%s: the round waits for up to %g s for standbys that are starting"
             log.info(text, self._job.rdzv_id, SEATED_WITHIN_S)
         await asyncio.wait([self._task], timeout=SEATED_WITHIN_S if starts else 0.0)
-        if not self._task.done():
-            self.cancel()
-            self._why = self._why or "its node got a seat before they were ready"
-            self._note_cold(self._why)
+        self._give_up("its node got a seat before they were ready")
 
     # ------------------------------------------------------------------ the task
 
@@ -87,8 +82,7 @@ class StandbyWorkers:
             self._outputs, workers = await job.workers.open_standby(run, script)
         except (InvalidRequestError, OSError) as error:
             # Another agent may have started some, with the script as it was then.
-            job.runner.ask(EndKept(job.launch.job.failure_stop_timeout_ms))
-            self._note_cold(str(error))
+            self._give_up(str(error))
             return
         self._memory_kills = count_memory_kills()
         began_s = time.monotonic()
@@ -98,10 +92,10 @@ class StandbyWorkers:
                 await self._over.wait()
         except TimeoutError:
             text = "they have not reached a function under @elastic within"
-            self._stop(f"{text} {START_WITHIN_S:g} s")
-            await self._over.wait()
+            self._give_up(f"{text} {START_WITHIN_S:g} s")
+            return
         if not self._kept:
-            self._note_cold(self._why or "")
+            self._settle(Standby())
             return
         self._settle(Standby(StandbyState.READY))
         log.info("%s: standby: ready after %.1f s", job.rdzv_id, time.monotonic() - began_s)
@@ -121,19 +115,17 @@ class StandbyWorkers:
         if self._kept is kept:
             self._settle(Standby(StandbyState.READY, "", memory, gpu_bytes, cpus))
 
-    def _note_cold(self, why: str) -> None:
-        if why:
-            log.warning("%s: this node has no standby: %s", self._job.rdzv_id, why)
-        self._settle(Standby(why=why))
-
     def _settle(self, standby: Standby) -> None:
         self._job.post(events.StandbySettled(standby, self._kept))
 
-    def _stop(self, why: str) -> None:
-        if self._why is None:
-            self._why = why
-            grace_ms = self._job.launch.job.failure_stop_timeout_ms
-            self._job.runner.ask(StopWorkers(STANDBY, grace_ms))
+    def _give_up(self, why: str) -> None:
+        """End them. A round that starts before they have ended waits for that, in the runner."""
+        if self._task is None or self._task.done():
+            return
+        self._task.cancel()
+        self._job.runner.ask(EndKept(self._job.launch.job.failure_stop_timeout_ms))
+        log.warning("%s: this node has no standby: %s", self._job.rdzv_id, why)
+        self._settle(Standby(why=why))
 
     # ------------------------------------------------------------------ the runner's events
 
@@ -141,8 +133,8 @@ class StandbyWorkers:
         """Handle an event of the round `STANDBY`."""
         match event:
             case events.StartFailed():
-                self._stop(event.reason)
-            case events.WorkerExited() if self._why is None:
+                self._give_up(event.reason)
+            case events.WorkerExited() if self._task is not None and not self._task.done():
                 return self._job.tasks.start(self._end_by(event), "a standby's exit")
             case events.WorkersGone():
                 self._kept = event.kept
@@ -163,7 +155,7 @@ class StandbyWorkers:
                     text = f"{text}: {error.message}"
                 except Exception as failure:
                     log.debug("%s: %r", self._job.rdzv_id, failure)
-        self._stop(f"before it has parked, local_rank {event.local_rank} ended: {text}")
+        self._give_up(f"before it has parked, local_rank {event.local_rank} ended: {text}")
 
 
 def used_by(pids: Iterable[int]) -> tuple[int, float]:
