@@ -128,6 +128,8 @@ class Standbys:
         if part.job.standby != HOT:
             self._runner.start(assignment)
             return
+        if self._pending and part.state.standby.state is not StandbyState.STARTING:
+            self._give_up("its node got a seat, and they are outdated")
         self._waits, agent = assignment, part.agent
         prepare = partial(agent.awake, partial(self._prepared, assignment))
         world.agenda.after(world.random.choice((0, 5, 300)), prepare)
@@ -137,8 +139,8 @@ class Standbys:
             return  # It is over.
         if self._pending:
             self._runner.world.count("a round waits for standbys")
-            starts = self._runner.part.state.standby.state is StandbyState.STARTING
-            self._later(SEATED_WITHIN_S * 1_000 if starts else 0, self._hurry)
+            why = "its node got a seat before they were ready"
+            self._later(SEATED_WITHIN_S * 1_000, partial(self._give_up, why))
         else:
             self._go_on()
 
@@ -158,9 +160,6 @@ class Standbys:
         line, self._later_round = self._later_round, None
         if line is not None:
             self._runner.start(line)
-
-    def _hurry(self) -> None:
-        self._give_up("its node got a seat before they were ready")
 
     def cancel_start(self) -> None:
         """Let no round wait any more: it is over. Standbys are not used for another one."""

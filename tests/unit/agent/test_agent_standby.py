@@ -23,7 +23,9 @@ from rdzv.agent.core.commands import (
 from rdzv.agent.core.environ import without_round
 from rdzv.agent.core.model import JobTerms, Phase
 from rdzv.agent.job.round import LocalRound
-from rdzv.core.model import NO_STANDBY, KeptWorker, Standby, StandbyState
+from rdzv.agent.job.standby_workers import StandbyWorkers
+from rdzv.agent.runner import requests
+from rdzv.core.model import NO_STANDBY, Assignment, KeptWorker, Standby, StandbyState
 from rdzv.messages import Joined
 from rdzv.structs import replace
 from tests.unit.agent.test_agent_machine import (
@@ -198,6 +200,28 @@ def test_those_of_a_round_that_is_over_before_it_began_here_end() -> None:
     job.decisions.state = waiting().state
     LocalRound(job, line()).stop_workers(StopWorkers(1, 0))
     assert [type(one) for one in asked] == [StopWorkers]
+
+
+@pytest.mark.parametrize(("assigned", "ends"), [(line(), False), (line(renewed=3), True)])
+async def test_a_round_that_begins_ends_outdated_ones_even_if_it_starts_nothing(
+    assigned: Assignment, ends: bool
+) -> None:
+    """They would be taken for those of the next wait."""
+    node, job = starting(), mock.MagicMock()
+    node.hear(assigned)
+    job.decisions.state, job.ready = node.state, asyncio.Event()
+    job.tasks.start = lambda task, _name: asyncio.ensure_future(task)
+    job.launch.job = HOT
+    job.standby = StandbyWorkers(job)
+    job.standby.begin("abc")
+    begun = LocalRound(job, assigned)
+    begun.begin()
+    begun.cancel()
+    asked = [call.args[0] for call in job.runner.ask.mock_calls]
+    assert asked == ([requests.EndKept(HOT.failure_stop_timeout_ms)] if ends else [])
+    told = [call.args[0].standby.state for call in job.post.mock_calls]
+    assert told == ([StandbyState.COLD] if ends else [])
+    job.standby.cancel()
 
 
 async def test_the_rounds_store_is_served_while_standbys_are_starting() -> None:

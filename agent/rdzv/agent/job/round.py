@@ -61,6 +61,7 @@ class LocalRound:
 
     def begin(self) -> None:
         """Start the workers once this node is ready, and supervise them until the round is over."""
+        self._job.standby.end_outdated()  # Also if it is stopped before it starts workers.
         self._job.observers.open_round(self.assignment)
         self._begin_task(self._run())
 

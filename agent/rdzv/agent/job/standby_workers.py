@@ -58,15 +58,18 @@ class StandbyWorkers:
         if self._task is not None:
             self._task.cancel()
 
+    def end_outdated(self) -> None:
+        """End those that are starting if the round that begins must not wait for them."""
+        if self._job.decisions.state.standby.state is not StandbyState.STARTING:
+            self._give_up("its node got a seat, and they are outdated")
+
     async def settled(self) -> None:
         """Wait until none is starting. The runner ends those that a round does not wait for."""
         if self._task is None or self._task.done():
             return
-        starts = self._job.decisions.state.standby.state is StandbyState.STARTING
-        if starts:
-            text = "%s: the round waits for up to %g s for standbys that are starting"
-            log.info(text, self._job.rdzv_id, SEATED_WITHIN_S)
-        await asyncio.wait([self._task], timeout=SEATED_WITHIN_S if starts else 0.0)
+        text = "%s: the round waits for up to %g s for standbys that are starting"
+        log.info(text, self._job.rdzv_id, SEATED_WITHIN_S)
+        await asyncio.wait([self._task], timeout=SEATED_WITHIN_S)
         self._give_up("its node got a seat before they were ready")
 
     # ------------------------------------------------------------------ the task
