@@ -106,7 +106,7 @@ def test_tokens_owners_and_the_audit(guarded: Guarded) -> None:
     _, audit, _ = guarded.ctl(guarded.admin, "audit", "-o", "json")
     changes = [(row["name"], row["text"]) for row in json.loads(audit)["events"]]
     assert [name for name, _ in changes] == ["create token", "create token", "stop job"]
-    assert changes[-1][1].startswith(f"stop job {JOB} from running to st")
+    assert changes[-1][1].startswith(f"stop job {JOB} (running -> st")
     assert "[ada (token " in changes[-1][1]
     assert "enough" in changes[-1][1]
 

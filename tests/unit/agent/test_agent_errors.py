@@ -131,7 +131,7 @@ def test_a_file_that_a_full_disk_has_cut_off_says_so(
 ) -> None:
     path.write_bytes(content)
     disk = SimpleNamespace(f_blocks=blocks, f_bavail=free)
-    monkeypatch.setattr(os, "fstatvfs", lambda _: disk)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
     found = read_error(path, None, 7).message
     assert found.startswith(told.format(path))
     assert ("make room" in found) is (blocks > free == 0)

@@ -54,8 +54,7 @@ def read_error(
             with os.fdopen(fd, "rb") as file:
                 stat = os.fstat(file.fileno())
                 text = file.read(MAX_FILE_BYTES) if S_ISREG(stat.st_mode) else b"no regular file"
-                disk = os.fstatvfs(fd)
-            now_ns = _touch(path.parent)
+            now_ns, is_full = _touch(path.parent), _is_full(path.parent)
     except FileNotFoundError:
         return ErrorFile(_without_error_file(signum, pid), "", 0)
     except OSError as error:
@@ -64,7 +63,7 @@ def read_error(
     message, traceback = _parse(text.decode(errors="replace"))
     if not message:
         message = _without_error_file(signum, pid)
-    if not traceback and disk.f_blocks and not disk.f_bavail:
+    if not traceback and is_full:
         message += (
             f"; the disk of {path} is full, so its log may be cut off as well: make room, or give "
             "another folder (--log-dir, or TMPDIR)"
@@ -89,6 +88,15 @@ def _touch(folder: Path) -> int | None:
         return folder.stat().st_mtime_ns
     except OSError:
         return None
+
+
+def _is_full(folder: Path) -> bool:
+    """Return whether a folder's disk has no room; not every file system says so."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return False
+    return disk.f_blocks > 0 and disk.f_bavail == 0
 
 
 def write_error(path: Path, failure: Failure) -> None:
