@@ -473,16 +473,18 @@ def test_the_same_script_runs_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_new_ranks_hand_on_what_they_receive(tmp_path: Path) -> None:
-    with world(tmp_path, steps=9) as made:
+    # A step later than 3, after which four ranks would have one sample each in the epoch's last.
+    faults = [at(0, 4, "forward", "sleep", seconds=0.5)]
+    with world(tmp_path, steps=9, faults=faults) as made:
         (only,) = made.begin(1)
-        only.wait_line("step", step=3)
+        only.wait_line("fault")
         (parked,) = made.end()
         made.begin(4, [only], step=parked["step"])
         resumed = made.resumed()
         assert [one["healed"] for one in resumed] == [False, True, True, True]
         begun = [worker.wait_line("begin", round=1) for worker in made.workers]
         assert len({(one["step"], one["weights"]) for one in begun}) == 1
-        assert begun[0]["step"] == parked["step"] >= 3
+        assert begun[0]["step"] == parked["step"] >= 4
         assert [worker.exit_code() for worker in made.workers] == [0] * 4
 
 
