@@ -65,14 +65,14 @@ class Tab:
         self.page = browser.new_context().new_page()
         self.page.set_default_timeout(DEADLINE_MS)
         self.heard: Callable[[str, str], None]
-        self.home = ""
+        self.homes: tuple[str, ...] = ()
         self.page.on("console", lambda said: self.heard(said.type, said.text))
         self.page.on("pageerror", lambda error: self.heard("error", str(error)))
         self.page.on("request", lambda asked: self._asks(asked.url))
         self.page.on("dialog", lambda dialog: self.heard("dialog", dialog.message))
 
     def _asks(self, url: str) -> None:
-        if not url.startswith((self.home, BLANK)):
+        if not url.startswith((*self.homes, BLANK)):
             self.heard("asks elsewhere", url)
 
     def clear(self) -> None:
@@ -109,7 +109,7 @@ class Open:
 
         tab = self._free.pop() if self._free else Tab(self._browser)
         self._used.append(tab)
-        tab.home, tab.heard = f"{url.partition('/#')[0]}/", heard
+        tab.homes, tab.heard = (f"{url.partition('/#')[0]}/",), heard
         page = tab.page
         page.set_viewport_size({"width": size[0], "height": size[1]})
         page.emulate_media(color_scheme=color_scheme)
@@ -125,10 +125,10 @@ class Open:
         page.evaluate("window.loadedOnce = true")
         return page
 
-    def home(self, page: Page, url: str) -> None:
-        """Let a page go to another server."""
+    def add_home(self, page: Page, url: str) -> None:
+        """Let a page go to another server, too: until it is there it asks the first one again."""
         (tab,) = (tab for tab in self._used if tab.page is page)
-        tab.home = f"{url}/"
+        tab.homes += (f"{url}/",)
 
     def close(self) -> None:
         """Close all pages."""
@@ -615,7 +615,7 @@ def test_a_page_leads_from_each_server_to_the_one_that_leads(
         other = next(address for address in c.addresses if address != leader.address)
         page = open_page(f"{c.http[other]}/#/nodes", LOST)
         expect(page.locator("#banner")).to_contain_text(f"the one at {leader.address} leads")
-        open_page.home(page, c.http[leader.address])
+        open_page.add_home(page, c.http[leader.address])
         page.get_by_role("link", name="Open the page of the server that leads").click()
         expect(page.locator("#link-text")).to_have_text("live")
         assert page.url == f"{c.http[leader.address]}/#/nodes"
