@@ -584,6 +584,8 @@ class Part:
                 self.runner.slots.fetch(command.mark, command.sources)
             case commands.Exit():
                 self.outcome = command.outcome
+                if self.state.standby.state is not StandbyState.STARTING:
+                    self.runner.standbys.killed()  # Those that the runner is ending.
                 self.agent.ended(self)
             case _:
                 self.agent.say(encoding.report(command, self.rdzv_id, self.world.agenda.now_ms))
